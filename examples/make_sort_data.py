@@ -1,0 +1,37 @@
+"""Write the demo task's files: training and held-out prompts, and demonstrations half of which are wrong.
+
+    python examples/make_sort_data.py --out runs/data
+"""
+
+import argparse
+from pathlib import Path
+
+from megarl.data.demonstrations import write_demonstrations
+from megarl.data.prompts import write_prompts
+from megarl.data.tasks import SortDigits
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; made if it does not exist")
+    parser.add_argument("--num-digits", type=int, default=6, help="digits to sort (default: %(default)s)")
+    parser.add_argument("--num-train", type=int, default=4096, help="training prompts (default: %(default)s)")
+    parser.add_argument("--num-heldout", type=int, default=512, help="held-out prompts (default: %(default)s)")
+    parser.add_argument("--num-demonstrations", type=int, default=12800, help="demonstrations (default: %(default)s)")
+    parser.add_argument("--right-fraction", type=float, default=0.5, help="share of right ones (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of all of them (default: %(default)s)")
+    args = parser.parse_args(arguments)
+    task = SortDigits(args.num_digits)
+    args.out.mkdir(parents=True, exist_ok=True)
+    train = [task.example(args.seed, index) for index in range(args.num_train)]
+    heldout = [task.example(args.seed, index, "heldout") for index in range(args.num_heldout)]
+    # Other prompts than the training ones: indices go on where those end.
+    shown = [task.example(args.seed, args.num_train + index) for index in range(args.num_demonstrations)]
+    write_prompts(args.out / "train.jsonl", train)
+    write_prompts(args.out / "heldout.jsonl", heldout)
+    pairs = ((example, task.demonstration(example, args.seed, args.right_fraction)) for example in shown)
+    write_demonstrations(args.out / "demonstrations.jsonl", pairs)
+
+
+if __name__ == "__main__":
+    main()

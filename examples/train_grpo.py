@@ -1,0 +1,31 @@
+"""Train a Qwen policy with GRPO on prompts with verifiable answers.
+
+    torchrun --nproc-per-node 2 examples/train_grpo.py --model runs/sft/hf --prompts runs/data/train.jsonl
+    torchrun --nproc-per-node 8 examples/train_grpo.py --model DIR --prompts FILE --dtype bf16 \\
+        --tensor-model-parallel-size 2 --sequence-parallel --lr 1e-6
+
+Source: DeepSeekMath, arXiv 2402.03300. Deviations: no KL term (as DAPO and later work), so no reference model is
+loaded; several optimizer steps per rollout step, each on its own groups.
+"""
+
+from megarl.cli import checked, parse
+from megarl.config import PolicyConfig, RolloutSettings, RunSettings
+from megarl.recipes import GRPO
+from megarl.trainer import train_policy
+from parallel.launch import detect_world, running
+from parallel.mesh import Layout
+from parallel.optimizer import OptimizerSettings
+
+
+def main() -> None:
+    sections = [RunSettings(), RolloutSettings(), Layout(), OptimizerSettings()]
+    run, rollout, layout, optimizer = parse(__doc__, sections)
+    config = PolicyConfig(run, rollout, layout, optimizer, recipe=GRPO)
+    world = detect_world()
+    shape = checked(config, world)
+    with running(world, run.timeout_seconds):
+        train_policy(config, shape, world)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Fine-tune a Qwen model on demonstrations: the warm start of the demo, on the backbone of all other training.
+
+    torchrun --nproc-per-node 2 examples/train_sft.py --model runs/tiny --demonstrations runs/data/demonstrations.jsonl
+"""
+
+from megarl.cli import checked, parse
+from megarl.config import DemonstrationSettings, RunSettings, SFTConfig
+from megarl.sft import train_sft
+from parallel.launch import detect_world, running
+from parallel.mesh import Layout
+from parallel.optimizer import OptimizerSettings
+
+
+def main() -> None:
+    sections = [RunSettings(), DemonstrationSettings(), Layout(), OptimizerSettings()]
+    run, data, layout, optimizer = parse(__doc__, sections)
+    config = SFTConfig(run, data, layout, optimizer)
+    world = detect_world()
+    shape = checked(config, world)
+    with running(world, run.timeout_seconds):
+        train_sft(config, shape, world)
+
+
+if __name__ == "__main__":
+    main()

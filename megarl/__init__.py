@@ -1,0 +1,1 @@
+"""Reinforcement learning on top of `parallel` and `rollout`: rewards, losses, recipes, the training step."""

@@ -1,0 +1,196 @@
+"""Everything a run is made of, as frozen dataclasses; a command line is made from their fields (`megarl.cli`).
+
+`check` compares the values with each other, with the model and with the world before any process group exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megarl.data.tokenizer import load_tokenizer
+from megarl.recipes import Recipe
+from megarl.rewards.scoring import load_reward
+from megarl.tracking import WandbMode, check_wandb
+from parallel.mesh import Layout
+from parallel.optimizer import OptimizerSettings
+from parallel.options import option
+from parallel.qwen import QwenShape, read_shape
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What every kind of training has."""
+
+    model: Path = option(Path("runs/tiny"), "HF folder of a Qwen2, Qwen2.5 or Qwen3 model to start from")
+    output: Path = option(Path("runs/run"), "run folder: config, metrics, logs, summary, trained model")
+    dtype: Literal["fp32", "bf16"] = option("fp32", "of weights and activations (bf16 keeps fp32 master weights)")
+    seed: int = option(0, "of data order, sampling and new heads")
+    num_steps: int = option(120, "training steps")
+    max_tokens_per_pack: int = option(4096, "token budget of a micro-batch (a pack of whole sequences)")
+    wandb: WandbMode = option("disabled", "Weights & Biases: offline writes to the run folder, online needs WANDB_API_KEY")
+    timeout_seconds: float = option(600.0, "longest wait of one collective, in seconds")
+    progress_seconds: float = option(10.0, "between two progress lines where the output is no terminal, in seconds")
+
+    def check(self) -> QwenShape:
+        """Check the fields by themselves; returns the model's shape.
+
+        Raises:
+            ValueError: names the field, its value and the values allowed.
+        """
+        _at_least(self, num_steps=1, max_tokens_per_pack=1)
+        _one_of(self, dtype=tuple(DTYPES))
+        check_wandb(self.wandb)
+        if not (self.model / "config.json").is_file():
+            raise ValueError(f"model: got {str(self.model)!r}, allowed: a folder with a config.json")
+        return read_shape(self.model)
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """Prompts and how responses to them are generated and scored."""
+
+    prompts: Path = option(Path("runs/data/train.jsonl"), "training prompts, JSONL or parquet")
+    eval_prompts: Path | None = option(None, "held-out prompts; none: no evaluation")
+    eval_every: int = option(0, "steps between evaluations; 0: only before and after training")
+    eval_max_prompts: int = option(512, "held-out prompts used by an evaluation")
+    reward: str = option("exact_match", "built-in rule, module:function or file.py:function of (prompt, response, answer)")
+    require_finished: bool = option(True, "a response cut off at the length limit scores 0")
+    prompts_per_step: int = option(32, "prompts (groups) of a step")
+    group_size: int = option(8, "responses per prompt")
+    max_prompt_tokens: int = option(512, "longer prompts are left out, in tokens")
+    max_new_tokens: int = option(256, "limit of a response, in tokens")
+    temperature: float = option(1.0, "of sampling and of all log-probs; above 0")
+    top_p: float = option(1.0, "nucleus mass")
+    max_sequences: int = option(256, "responses decoded at a time by one model replica (bounds the KV cache)")
+    max_generation_rounds: int = option(10, "of a step, when the recipe drops groups")
+    num_mini_batches: int = option(4, "optimizer steps of a step, each on its own groups")
+
+    def check(self, shape: QwenShape, max_tokens_per_pack: int) -> None:
+        """Check the fields by themselves and against the model.
+
+        Raises:
+            ValueError: names the field, its value and the values allowed.
+        """
+        _at_least(self, prompts_per_step=1, group_size=1, max_prompt_tokens=1, max_new_tokens=1, max_sequences=1)
+        _at_least(self, max_generation_rounds=1, eval_every=0, eval_max_prompts=1)
+        if not 1 <= self.num_mini_batches <= self.prompts_per_step:
+            raise ValueError(
+                f"num_mini_batches: got {self.num_mini_batches}, allowed: 1 to prompts_per_step {self.prompts_per_step}"
+            )
+        if not self.temperature > 0:
+            raise ValueError(f"temperature: got {self.temperature}, allowed in training: above 0")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: got {self.top_p}, allowed: above 0, at most 1")
+        if self.context_length > shape.max_position_embeddings:
+            raise ValueError(
+                f"max_prompt_tokens + max_new_tokens: got {self.context_length}, allowed by the model: "
+                f"at most {shape.max_position_embeddings}"
+            )
+        if self.context_length > max_tokens_per_pack:
+            raise ValueError(
+                f"max_tokens_per_pack: got {max_tokens_per_pack}, allowed: from max_prompt_tokens + max_new_tokens = "
+                f"{self.context_length}, the longest sequence"
+            )
+        for path in (self.prompts, self.eval_prompts):
+            if path is not None and not path.is_file():
+                raise ValueError(f"prompts: there is no file {str(path)!r}")
+        load_reward(self.reward)
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and response together."""
+        return self.max_prompt_tokens + self.max_new_tokens
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """A whole reinforcement-learning run."""
+
+    run: RunSettings
+    rollout: RolloutSettings
+    layout: Layout
+    optimizer: OptimizerSettings
+    recipe: Recipe
+
+    def check(self, world_size: int) -> QwenShape:
+        """Check all values before anything is built; returns the model's shape.
+
+        Raises:
+            ValueError: names the field, its value and the values allowed.
+        """
+        shape = self.run.check()
+        self.layout.check(shape, world_size)
+        self.rollout.check(shape, self.run.max_tokens_per_pack)
+        check_vocabulary(self.run.model, shape)
+        return shape
+
+
+@dataclass(frozen=True)
+class DemonstrationSettings:
+    """What is imitated."""
+
+    demonstrations: Path = option(Path("runs/data/demonstrations.jsonl"), "JSONL of chats that end with the assistant")
+    batch_size: int = option(64, "demonstrations of a step")
+
+    def check(self) -> None:
+        """As `RunSettings.check`."""
+        _at_least(self, batch_size=1)
+        if not self.demonstrations.is_file():
+            raise ValueError(f"demonstrations: there is no file {str(self.demonstrations)!r}")
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """A whole supervised fine-tuning run."""
+
+    run: RunSettings
+    data: DemonstrationSettings
+    layout: Layout
+    optimizer: OptimizerSettings
+
+    def check(self, world_size: int) -> QwenShape:
+        """As `PolicyConfig.check`."""
+        shape = self.run.check()
+        self.layout.check(shape, world_size)
+        self.data.check()
+        check_vocabulary(self.run.model, shape)
+        return shape
+
+
+def check_vocabulary(folder: Path, shape: QwenShape) -> None:
+    """Check that every token id has a row in the embedding.
+
+    Raises:
+        ValueError: the tokenizer has more ids than the model.
+    """
+    highest = max(load_tokenizer(folder).get_vocab().values())
+    if highest >= shape.vocab_size:
+        raise ValueError(f"tokenizer of {str(folder)!r}: has id {highest}, allowed by vocab_size: below {shape.vocab_size}")
+
+
+def to_plain(value: Any) -> Any:
+    """Return a config as plain JSON values."""
+    if isinstance(value, Recipe):
+        return value.describe()
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return str(value) if isinstance(value, Path) else value
+
+
+def _at_least(settings: Any, **bounds: int) -> None:
+    for name, bound in bounds.items():
+        if getattr(settings, name) < bound:
+            raise ValueError(f"{name}: got {getattr(settings, name)}, allowed: from {bound}")
+
+
+def _one_of(settings: Any, **choices: tuple[str, ...]) -> None:
+    for name, allowed in choices.items():
+        if getattr(settings, name) not in allowed:
+            raise ValueError(f"{name}: got {getattr(settings, name)!r}, allowed: {', '.join(allowed)}")

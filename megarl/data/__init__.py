@@ -1,0 +1,1 @@
+"""Tokenizers, prompt files and procedural tasks."""

@@ -1,0 +1,1 @@
+"""Rules that score responses, and how a reward named by the user is found and called."""

@@ -1,0 +1,83 @@
+"""Supervised fine-tuning on the same backbone: packed demonstrations, loss on the responses only."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+
+from megarl.aggregation import token_mean
+from megarl.batch import Sample, balance, build_packs, count_globally
+from megarl.config import DTYPES, SFTConfig, to_plain
+from megarl.data.demonstrations import Demonstration, read_demonstrations
+from megarl.data.prompts import order
+from megarl.data.tokenizer import load_tokenizer, stop_token_ids
+from megarl.logs import log_to
+from megarl.progress import Progress
+from megarl.tracking import Tracker
+from megarl.updates import sft_token_loss, update
+from parallel.launch import World
+from parallel.mesh import build_mesh
+from parallel.model import build_model
+from parallel.optimizer import Trainable
+from parallel.qwen import QwenShape
+from parallel.weights import export_hf
+
+logger = logging.getLogger(__name__)
+
+
+def train_sft(config: SFTConfig, shape: QwenShape, world: World) -> dict[str, float]:
+    """Fine-tune from a HF folder to a HF folder; files as `megarl.trainer.train_policy`.
+
+    Returns: the summary's numbers, on all ranks.
+    """
+    run = config.run
+    log_to(run.output, world.rank)
+    mesh = build_mesh(config.layout, world)
+    plain = to_plain(config)
+    logger.info("config: %s", json.dumps(plain, indent=2))
+    if mesh.rank == 0:
+        (run.output / "config.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+    tokenizer = load_tokenizer(run.model)
+    stop = tokenizer.eos_token_id
+    stop = stop_token_ids(tokenizer, run.model)[0] if stop is None else stop
+    demonstrations = read_demonstrations(config.data.demonstrations, tokenizer, stop)
+    policy = Trainable(build_model(shape, mesh, DTYPES[run.dtype]), mesh, config.optimizer)
+    policy.load_hf(run.model, seed=run.seed)
+    started = time.perf_counter()
+    metrics: dict[str, float] = {}
+    with (
+        Tracker(run.output, rank=mesh.rank, config=plain, wandb_mode=run.wandb) as tracker,
+        Progress("sft", run.num_steps, rank=mesh.rank, interval_seconds=run.progress_seconds) as progress,
+    ):
+        for step in range(run.num_steps):
+            batch = batch_of(demonstrations, step, config.data.batch_size, run.seed)
+            share = balance([sample.num_tokens for sample in batch], mesh.data_size)[mesh.data_rank]
+            mine = [batch[index] for index in share]
+            counts = count_globally(mine, mesh)
+            packs = build_packs(mine, run.max_tokens_per_pack, token_mean, counts, mesh)
+            metrics = update(policy, packs, counts, sft_token_loss, step)
+            tracker.log(step + 1, metrics)
+            progress.update(step + 1, {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics})
+        summary = {"training_seconds": time.perf_counter() - started, "final_loss": metrics.get("loss", float("nan"))}
+        tracker.summarize({**summary, "world_size": mesh.world_size})
+        export_hf(run.output / "hf", policy.models, mesh, source_folder=run.model)
+    return summary
+
+
+def batch_of(demonstrations: Sequence[Demonstration], step: int, batch_size: int, seed: int) -> list[Sample]:
+    """Return the demonstrations of a step, in an order that is a function of (seed, epoch); epochs may be crossed."""
+    samples = []
+    for position in range(step * batch_size, (step + 1) * batch_size):
+        epoch, offset = divmod(position, len(demonstrations))
+        demonstration = demonstrations[order(len(demonstrations), seed, epoch)[offset]]
+        samples.append(_as_sample(position, demonstration))
+    return samples
+
+
+def _as_sample(position: int, demonstration: Demonstration) -> Sample:
+    unused = torch.zeros(len(demonstration.response))
+    return Sample(position, 0, demonstration.prompt, demonstration.response, unused, score=0.0, truncated=False)

@@ -1,0 +1,283 @@
+"""The on-policy step: generate, score, learn, on one set of weights.
+
+Every rank runs the same `step`. The batch is gathered to all data ranks as token ids and scores (never activations), so
+that filtering, advantages and balancing are the same deterministic computation everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megarl.batch import Sample, TrainPack, balance, build_packs, count_globally
+from megarl.config import DTYPES, PolicyConfig, to_plain
+from megarl.data.prompts import PromptExample, PromptSource
+from megarl.data.tokenizer import load_tokenizer, stop_token_ids
+from megarl.evaluate import Evaluator
+from megarl.logs import log_to
+from megarl.progress import Progress
+from megarl.rewards.scoring import load_reward, score_response
+from megarl.tracking import Tracker
+from megarl.updates import PolicyTokenLoss, reference_log_probs, update
+from parallel.launch import World
+from parallel.mesh import Mesh, build_mesh
+from parallel.model import QwenModel, build_model
+from parallel.optimizer import Trainable
+from parallel.qwen import QwenShape
+from parallel.weights import export_hf, import_hf
+from rollout.engine import Completion, Engine, Request
+from rollout.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_SKIPPED_STEPS = 10
+"""Optimizer steps in a row that may be skipped for non-finite gradients before the run stops."""
+
+
+@dataclass
+class State:
+    """Where a run stands: everything but weights and optimizer that the next step depends on."""
+
+    step: int = 0
+    optimizer_step: int = 0
+    num_prompts_used: int = 0
+    num_skipped: int = 0
+
+
+class PolicyTrainer:
+    """Owns the models, the engine and the state of a run; `step` is the algorithm."""
+
+    def __init__(self, config: PolicyConfig, shape: QwenShape, mesh: Mesh):
+        self.config = config
+        self.mesh = mesh
+        self.state = State()
+        run, rollout = config.run, config.rollout
+        self.tokenizer = load_tokenizer(run.model)
+        self.prompts = PromptSource(rollout.prompts, self.tokenizer, rollout.max_prompt_tokens)
+        self.reward = load_reward(rollout.reward)
+        self.policy = Trainable(build_model(shape, mesh, DTYPES[run.dtype]), mesh, config.optimizer)
+        self.policy.load_hf(run.model, seed=run.seed)
+        self.reference = self._build_reference(shape)
+        self.engine = Engine(self.policy.models, mesh, rollout.context_length, rollout.max_sequences)
+        self.sampling = SamplingParams(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            max_new_tokens=rollout.max_new_tokens,
+            stop_token_ids=stop_token_ids(self.tokenizer, run.model),
+            seed=run.seed,
+        )
+        self.sampling.check_for_training()
+
+    def _build_reference(self, shape: QwenShape) -> list[QwenModel]:
+        """The starting model, only if the recipe has a KL term."""
+        if self.config.recipe.kl is None:
+            return []
+        models = build_model(shape, self.mesh, DTYPES[self.config.run.dtype])
+        import_hf(self.config.run.model, models, self.mesh)
+        return models
+
+    def step(self) -> dict[str, float]:
+        """Run one on-policy step; returns its metrics, equal on all ranks."""
+        started = time.perf_counter()
+        groups, metrics = self.generate_groups()
+        generated = time.perf_counter()
+        samples = self.assign_advantages(groups)
+        updates = [self.learn(samples_of) for samples_of in self.split(samples)]
+        metrics |= _mean_metrics(updates)
+        self.state.step += 1
+        now = time.perf_counter()
+        tokens = sum(sample.num_tokens for sample in samples)
+        return metrics | {
+            "rollout_seconds": generated - started,
+            "train_seconds": now - generated,
+            "tokens_per_second": tokens / (now - started),
+        }
+
+    def generate_groups(self) -> tuple[list[list[Sample]], dict[str, float]]:
+        """Generate groups until `prompts_per_step` of them are kept, at most `max_generation_rounds` times.
+
+        Returns: the kept groups, and metrics of everything that was generated. After the last round, training goes on
+            with the groups there are.
+        """
+        rollout, keep = self.config.rollout, self.config.recipe.keep_group
+        kept: list[list[Sample]] = []
+        everything: list[Sample] = []
+        num_rounds = 0
+        while len(kept) < rollout.prompts_per_step and num_rounds < rollout.max_generation_rounds:
+            wanted = rollout.prompts_per_step - len(kept)
+            prompts = self.prompts.take(self.state.num_prompts_used, wanted, self.config.run.seed)
+            self.state.num_prompts_used += wanted
+            num_rounds += 1
+            for group in self.rollout(prompts):
+                everything += group
+                if keep is None or keep([sample.score for sample in group]):
+                    kept.append(group)
+        if len(kept) < rollout.prompts_per_step:
+            logger.warning(
+                "step %d: %d of %d groups kept after %d rounds; training on those",
+                *(self.state.step, len(kept), rollout.prompts_per_step, num_rounds),
+            )
+        return kept, {**_rollout_metrics(everything), "groups_kept": len(kept), "generation_rounds": num_rounds}
+
+    def rollout(self, prompts: Sequence[PromptExample]) -> list[list[Sample]]:
+        """Generate and score a group for each prompt, shared out over data ranks; returns all groups on all ranks."""
+        mine = prompts[self.mesh.data_rank :: self.mesh.data_size]
+        group_size = self.config.rollout.group_size
+        requests = [Request(prompt.prompt_id, prompt.tokens, group_size) for prompt in mine]
+        completions = self.engine.generate(requests, self.sampling)
+        groups = [completions[start : start + group_size] for start in range(0, len(completions), group_size)]
+        # The rule runs once per response: it may be random, slow or a service.
+        scored = None
+        if self.mesh.tensor_rank == 0 and self.mesh.is_first_stage:
+            scored = [self.score(prompt, group) for prompt, group in zip(mine, groups, strict=True)]
+        scored = self.mesh.from_first_model_rank(scored)
+        everywhere = [group for rank in self.mesh.gather_over_data(scored) for group in rank]
+        return sorted(everywhere, key=lambda group: group[0].prompt_id)
+
+    def score(self, prompt: PromptExample, group: Sequence[Completion]) -> list[Sample]:
+        """Turn the responses to one prompt into scored samples."""
+        return [self._score_one(prompt, completion) for completion in group]
+
+    def _score_one(self, prompt: PromptExample, completion: Completion) -> Sample:
+        truncated = completion.finish_reason == "length"
+        score = 0.0
+        if not (truncated and self.config.rollout.require_finished):
+            text = response_text(self.tokenizer, completion)
+            score = score_response(self.reward, prompt.prompt_id, prompt.text, text, prompt.answer)
+        return Sample(
+            prompt_id=prompt.prompt_id,
+            sample_index=completion.sample_index,
+            prompt=prompt.tokens,
+            response=completion.tokens,
+            rollout_log_probs=completion.log_probs,
+            score=score,
+            truncated=truncated,
+        )
+
+    def assign_advantages(self, groups: Sequence[Sequence[Sample]]) -> list[Sample]:
+        """Shape rewards, mask truncated responses and compute advantages, as the recipe says."""
+        recipe = self.config.recipe
+        samples = [sample for group in groups for sample in group]
+        if not samples:
+            return []
+        rewards = torch.tensor([sample.score for sample in samples], dtype=torch.float32)
+        if recipe.shape_reward is not None:
+            rewards = recipe.shape_reward(rewards, torch.tensor([len(sample.response) for sample in samples]))
+        advantages = recipe.advantage(rewards, torch.tensor([sample.prompt_id for sample in samples]))
+        return [
+            replace(sample, reward=reward, advantage=advantage, in_loss=not (recipe.mask_truncated and sample.truncated))
+            for sample, reward, advantage in zip(samples, rewards.tolist(), advantages.tolist(), strict=True)
+        ]
+
+    def split(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Split the step's samples into mini-batches of whole groups."""
+        group_size = self.config.rollout.group_size
+        num_groups = len(samples) // group_size
+        borders = [num_groups * i // self.config.rollout.num_mini_batches for i in range(self.config.rollout.num_mini_batches + 1)]
+        pieces = zip(borders, borders[1:], strict=False)
+        return [list(samples[start * group_size : end * group_size]) for start, end in pieces if end > start]
+
+    def learn(self, mini_batch: Sequence[Sample]) -> dict[str, float]:
+        """Take one optimizer step on a mini-batch; stops the run after too many skipped in a row.
+
+        Raises:
+            RuntimeError: `MAX_SKIPPED_STEPS` steps in a row had a gradient that was not finite.
+        """
+        recipe, mesh = self.config.recipe, self.mesh
+        share = balance([sample.num_tokens for sample in mini_batch], mesh.data_size)[mesh.data_rank]
+        mine = [mini_batch[index] for index in share]
+        counts = count_globally(mine, mesh)
+        packs = build_packs(mine, self.config.run.max_tokens_per_pack, recipe.aggregation, counts, mesh)
+        temperature = self.config.rollout.temperature
+        if self.reference:
+            packs = self._with_reference(packs, temperature)
+        metrics = update(
+            self.policy, packs, counts, PolicyTokenLoss(recipe), self.state.optimizer_step, temperature=temperature
+        )
+        self.state.optimizer_step += int(metrics["applied"])
+        self.state.num_skipped = 0 if metrics["applied"] or not counts.num_tokens else self.state.num_skipped + 1
+        if self.state.num_skipped >= MAX_SKIPPED_STEPS:
+            raise RuntimeError(f"{self.state.num_skipped} optimizer steps in a row had a gradient that was not finite")
+        return metrics
+
+    def _with_reference(self, packs: Sequence[TrainPack], temperature: float) -> list[TrainPack]:
+        scored = reference_log_probs(self.reference, packs, temperature)
+        if not self.mesh.is_last_stage:
+            return list(packs)
+        return [replace(pack, ref_log_probs=log_probs) for pack, log_probs in zip(packs, scored, strict=True)]
+
+
+def response_text(tokenizer: object, completion: Completion) -> str:
+    """Decode a response without its stop token."""
+    tokens = completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
+    return tokenizer.decode(tokens, skip_special_tokens=True)  # type: ignore[attr-defined]
+
+
+def _rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    num = len(samples)
+    return {
+        "score": sum(sample.score for sample in samples) / num,
+        "response_tokens": sum(len(sample.response) for sample in samples) / num,
+        "truncated": sum(sample.truncated for sample in samples) / num,
+    }
+
+
+def _mean_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean over the mini-batches of a step; the gap between rollout and training is that of the first one, whose
+    weights are those that sampled."""
+    if not updates:
+        return {}
+    metrics = {}
+    for name in updates[0]:
+        values = [update[name] for update in updates if name in update]
+        metrics[name] = sum(values) / len(values)
+    if "max_log_ratio" in updates[0]:
+        metrics["on_policy_gap"] = updates[0]["max_log_ratio"]
+        metrics["max_log_ratio"] = max(update.get("max_log_ratio", 0.0) for update in updates)
+    return metrics
+
+
+def train_policy(config: PolicyConfig, shape: QwenShape, world: World) -> dict[str, float]:
+    """Train a policy from a HF folder to a HF folder; the default process group must be running.
+
+    Writes `config.json`, `metrics.jsonl`, `summary.json`, `logs/` and the trained model `hf/` to the run folder.
+
+    Returns: the summary's numbers, on all ranks.
+    """
+    run = config.run
+    log_to(run.output, world.rank)
+    mesh = build_mesh(config.layout, world)
+    plain = to_plain(config)
+    logger.info("config: %s", json.dumps(plain, indent=2))
+    if mesh.rank == 0:
+        (run.output / "config.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+    trainer = PolicyTrainer(config, shape, mesh)
+    evaluator = Evaluator.from_trainer(trainer)
+    summary: dict[str, float] = {}
+    with (
+        Tracker(run.output, rank=mesh.rank, config=plain, wandb_mode=run.wandb) as tracker,
+        Progress(config.recipe.name, run.num_steps, rank=mesh.rank, interval_seconds=run.progress_seconds) as progress,
+    ):
+        summary |= {f"{name}_before": value for name, value in evaluator.run().items()}
+        started = time.perf_counter()
+        while trainer.state.step < run.num_steps:
+            metrics = trainer.step()
+            if config.rollout.eval_every and trainer.state.step % config.rollout.eval_every == 0:
+                metrics |= {f"eval_{name}": value for name, value in evaluator.run().items()}
+            tracker.log(trainer.state.step, metrics)
+            progress.update(trainer.state.step, _shown(metrics))
+        summary["training_seconds"] = time.perf_counter() - started
+        summary |= {f"{name}_after": value for name, value in evaluator.run().items()}
+        tracker.summarize({**summary, "world_size": mesh.world_size})
+        export_hf(run.output / "hf", trainer.policy.models, mesh, source_folder=run.model)
+    return summary
+
+
+def _shown(metrics: dict[str, float]) -> dict[str, float]:
+    names = ("score", "loss", "entropy", "grad_norm", "response_tokens")
+    return {name: metrics[name] for name in names if name in metrics}

@@ -1,0 +1,135 @@
+"""Hugging Face model folders on disk: read slices of safetensors, write shards with an index and companion files."""
+
+import fnmatch
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+FLOAT_DTYPES = ("F32", "BF16", "F16")
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json")
+COMPANION_FOLDERS = ("additional_chat_templates",)
+
+
+class Source:
+    """The tensors of a folder's safetensors files, as the files themselves list them (an index may be wrong)."""
+
+    def __init__(self, files: dict[str, Any]):
+        """`files` holds open safetensors files by name."""
+        self._files: dict[str, Any] = {}
+        for file_name, file in files.items():
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                if name in self._files:
+                    raise ValueError(f"tensor {name} is in two files, {file_name} and another; allowed: one")
+                self._files[name] = file
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._files)
+
+    def check(self, expected: dict[str, tuple[int, ...]]) -> None:
+        """Check that all these tensors are present with these shapes, reading headers only.
+
+        Raises:
+            ValueError: names the tensor, its expected and its found shape (or dtype).
+        """
+        for name, shape in expected.items():
+            if name not in self._files:
+                raise ValueError(f"tensor {name} is missing; expected shape {list(shape)}")
+            found = self._files[name].get_slice(name)
+            if tuple(found.get_shape()) != shape:
+                raise ValueError(f"tensor {name} has shape {list(found.get_shape())}; expected {list(shape)}")
+            if found.get_dtype() not in FLOAT_DTYPES:
+                raise ValueError(f"tensor {name} has dtype {found.get_dtype()}; allowed: {', '.join(FLOAT_DTYPES)}")
+
+    def read(self, name: str, bounds: tuple[slice, ...]) -> Tensor:
+        """Return one part of a tensor, on the CPU in the file's dtype; reads no more than that part."""
+        return self._files[name].get_slice(name)[bounds]
+
+
+@contextmanager
+def open_source(folder: str | Path) -> Iterator[Source]:
+    """Open a folder's tensors: the files its index names, else `model.safetensors`, else every safetensors file.
+
+    Raises:
+        ValueError: there is no such file, the index names a missing file, or two files hold the same tensor.
+    """
+    with ExitStack() as stack:
+        paths = _weight_files(Path(folder))
+        files = {path.name: stack.enter_context(safe_open(path, framework="pt")) for path in paths}
+        yield Source(files)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        missing = sorted(name for name in names if not (folder / name).is_file())
+        if missing:
+            raise ValueError(f"{index} names {', '.join(missing)}, but there is no such file")
+        return sorted(folder / name for name in names)
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise ValueError(f"model folder is {str(folder)!r}: it holds no *.safetensors file")
+    return found
+
+
+def plan_shards(sizes: dict[str, int], max_shard_bytes: int) -> list[list[str]]:
+    """Cut tensors (name -> bytes) in order into files of at most `max_shard_bytes`, or of one larger tensor."""
+    shards: list[list[str]] = []
+    filled = 0
+    for name, size in sizes.items():
+        if not shards or filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], shards: list[list[str]]) -> None:
+    """Write tensors, which come in the order of the plan, one shard at a time, then the index of several shards."""
+    weight_map: dict[str, str] = {}
+    total_size = 0
+    for number, names in enumerate(shards, 1):
+        file_name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        shard = dict(islice(tensors, len(names)))
+        assert list(shard) == names, "tensors must come in the order of the plan"
+        save_file(shard, folder / file_name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file_name)
+        total_size += sum(tensor.nbytes for tensor in shard.values())
+    assert next(tensors, None) is None, "more tensors than planned"
+    if len(shards) > 1:
+        write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write JSON as transformers does (indented, with a final newline)."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy, byte for byte, all files that are neither weights nor config.json: tokenizer, chat templates, generation
+    settings and whatever else lies there. Of subfolders only `COMPANION_FOLDERS` are copied."""
+    for path in source.iterdir():
+        if path.is_file() and path.name != "config.json" and not _is_weight_file(path.name):
+            shutil.copyfile(path, target / path.name)
+    for name in COMPANION_FOLDERS:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name)
+
+
+def _is_weight_file(name: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in WEIGHT_FILES)

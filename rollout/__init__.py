@@ -1,0 +1,1 @@
+"""Parallel rollout: group generation on the modules and weights that are trained."""

@@ -1,0 +1,38 @@
+"""Random numbers as a function: a hash of integers (SplitMix64, Steele et al. 2014), with no state to save or to share.
+
+The same arithmetic on CPU and GPU: int64 multiplication wraps around on both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
+_MASK = 2**64 - 1
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64; the masks make the arithmetic shifts logical ones."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def combine(key: Tensor, number: Tensor) -> Tensor:
+    """Hash keys and numbers (int64, broadcast) into new keys."""
+    return _mix(_mix(key) + (number + 1) * _GAMMA)
+
+
+def derive_seed(*parts: int) -> int:
+    """Return one int64 seed from several integers, for example (run seed, step)."""
+    key = torch.zeros((), dtype=torch.int64)
+    for part in parts:
+        wrapped = (part & _MASK) - 2**64 if part & 2**63 else part & _MASK
+        key = combine(key, torch.tensor(wrapped, dtype=torch.int64))
+    return int(key)
+
+
+def uniform(key: Tensor) -> Tensor:
+    """Return float64 numbers of the open interval (0, 1), one for each key."""
+    return (((key >> 11) & (2**53 - 1)).double() + 0.5) * 2.0**-53
