@@ -12,7 +12,7 @@ CONSTRAINTS ?= constraints.txt
 
 # The demo's seed and number of processes; DEMO_ARGS takes any further flags of examples/demo.py.
 SEED ?= 0
-NPROC ?= 1
+NPROC ?= 2
 DEMO_ARGS ?=
 
 # Two spinning threads beside another busy process are 5 to 20 times slower than one: one thread per process.

@@ -1,6 +1,6 @@
 """Write the demo task's files: training and held-out prompts, and demonstrations half of which are wrong.
 
-    python examples/make_sort_data.py --out runs/data
+python examples/make_sort_data.py --out runs/data
 """
 
 import argparse

@@ -53,7 +53,7 @@ class Sample:
 class TrainPack(Pack):
     """A pack with what the loss needs of each scored token, all `[N]` fp32.
 
-    `log_probs[i]` scores token `scored[i]` given the tokens before it in its own sequence; all fields are aligned to it.
+    `log_probs[i]` scores token `scored[i]` given the tokens before it in its own sequence; all fields align to it.
     """
 
     loss_weights: Tensor

@@ -34,7 +34,9 @@ class RunSettings:
     seed: int = option(0, "of data order, sampling and new heads")
     num_steps: int = option(120, "training steps")
     max_tokens_per_pack: int = option(4096, "token budget of a micro-batch (a pack of whole sequences)")
-    wandb: WandbMode = option("disabled", "Weights & Biases: offline writes to the run folder, online needs WANDB_API_KEY")
+    wandb: WandbMode = option(
+        "disabled", "Weights & Biases: offline writes to the run folder, online needs WANDB_API_KEY"
+    )
     timeout_seconds: float = option(600.0, "longest wait of one collective, in seconds")
     progress_seconds: float = option(10.0, "between two progress lines where the output is no terminal, in seconds")
 
@@ -44,11 +46,15 @@ class RunSettings:
         Raises:
             ValueError: names the field, its value and the values allowed.
         """
-        _at_least(self, num_steps=1, max_tokens_per_pack=1)
+        _at_least(self, num_steps=1, max_tokens_per_pack=1, progress_seconds=0)
+        if not self.timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds: got {self.timeout_seconds}, allowed: above 0")
         _one_of(self, dtype=tuple(DTYPES))
         check_wandb(self.wandb)
         if not (self.model / "config.json").is_file():
             raise ValueError(f"model: got {str(self.model)!r}, allowed: a folder with a config.json")
+        if (self.output / "hf").exists():
+            raise ValueError(f"output: {str(self.output)!r} already holds a trained model, allowed: another folder")
         return read_shape(self.model)
 
 
@@ -60,7 +66,9 @@ class RolloutSettings:
     eval_prompts: Path | None = option(None, "held-out prompts; none: no evaluation")
     eval_every: int = option(0, "steps between evaluations; 0: only before and after training")
     eval_max_prompts: int = option(512, "held-out prompts used by an evaluation")
-    reward: str = option("exact_match", "built-in rule, module:function or file.py:function of (prompt, response, answer)")
+    reward: str = option(
+        "exact_match", "built-in rule, module:function or file.py:function of (prompt, response, answer)"
+    )
     require_finished: bool = option(True, "a response cut off at the length limit scores 0")
     prompts_per_step: int = option(32, "prompts (groups) of a step")
     group_size: int = option(8, "responses per prompt")
@@ -98,9 +106,9 @@ class RolloutSettings:
                 f"max_tokens_per_pack: got {max_tokens_per_pack}, allowed: from max_prompt_tokens + max_new_tokens = "
                 f"{self.context_length}, the longest sequence"
             )
-        for path in (self.prompts, self.eval_prompts):
+        for name, path in (("prompts", self.prompts), ("eval_prompts", self.eval_prompts)):
             if path is not None and not path.is_file():
-                raise ValueError(f"prompts: there is no file {str(path)!r}")
+                raise ValueError(f"{name}: there is no file {str(path)!r}")
         load_reward(self.reward)
 
     @property
@@ -172,7 +180,9 @@ def check_vocabulary(folder: Path, shape: QwenShape) -> None:
     """
     highest = max(load_tokenizer(folder).get_vocab().values())
     if highest >= shape.vocab_size:
-        raise ValueError(f"tokenizer of {str(folder)!r}: has id {highest}, allowed by vocab_size: below {shape.vocab_size}")
+        raise ValueError(
+            f"tokenizer of {str(folder)!r}: has id {highest}, allowed by vocab_size: below {shape.vocab_size}"
+        )
 
 
 def to_plain(value: Any) -> Any:

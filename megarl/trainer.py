@@ -11,17 +11,20 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
 from megarl.batch import Sample, TrainPack, balance, build_packs, count_globally
 from megarl.config import DTYPES, PolicyConfig, to_plain
-from megarl.data.prompts import PromptExample, PromptSource
+from megarl.data.prompts import PromptSource
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 from megarl.evaluate import Evaluator
 from megarl.logs import log_to
 from megarl.progress import Progress
-from megarl.rewards.scoring import load_reward, score_response
+from megarl.report import draw_curves
+from megarl.responses import Responder
+from megarl.rewards.scoring import load_reward
 from megarl.tracking import Tracker
 from megarl.updates import PolicyTokenLoss, reference_log_probs, update
 from parallel.launch import World
@@ -30,7 +33,7 @@ from parallel.model import QwenModel, build_model
 from parallel.optimizer import Trainable
 from parallel.qwen import QwenShape
 from parallel.weights import export_hf, import_hf
-from rollout.engine import Completion, Engine, Request
+from rollout.engine import Engine
 from rollout.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -59,11 +62,12 @@ class PolicyTrainer:
         run, rollout = config.run, config.rollout
         self.tokenizer = load_tokenizer(run.model)
         self.prompts = PromptSource(rollout.prompts, self.tokenizer, rollout.max_prompt_tokens)
-        self.reward = load_reward(rollout.reward)
         self.policy = Trainable(build_model(shape, mesh, DTYPES[run.dtype]), mesh, config.optimizer)
         self.policy.load_hf(run.model, seed=run.seed)
         self.reference = self._build_reference(shape)
-        self.engine = Engine(self.policy.models, mesh, rollout.context_length, rollout.max_sequences)
+        engine = Engine(self.policy.models, mesh, rollout.context_length, rollout.max_sequences)
+        reward = load_reward(rollout.reward)
+        self.responder = Responder(engine, mesh, self.tokenizer, reward, rollout.require_finished)
         self.sampling = SamplingParams(
             temperature=rollout.temperature,
             top_p=rollout.top_p,
@@ -80,6 +84,14 @@ class PolicyTrainer:
         models = build_model(shape, self.mesh, DTYPES[self.config.run.dtype])
         import_hf(self.config.run.model, models, self.mesh)
         return models
+
+    def evaluator(self) -> Evaluator:
+        """Return the evaluator of the config's held-out prompts; without a file it has nothing to evaluate."""
+        rollout = self.config.rollout
+        if rollout.eval_prompts is None:
+            return Evaluator(self.responder, [], self.sampling)
+        source = PromptSource(rollout.eval_prompts, self.tokenizer, rollout.max_prompt_tokens)
+        return Evaluator(self.responder, source.rows[: rollout.eval_max_prompts], self.sampling)
 
     def step(self) -> dict[str, float]:
         """Run one on-policy step; returns its metrics, equal on all ranks."""
@@ -113,7 +125,7 @@ class PolicyTrainer:
             prompts = self.prompts.take(self.state.num_prompts_used, wanted, self.config.run.seed)
             self.state.num_prompts_used += wanted
             num_rounds += 1
-            for group in self.rollout(prompts):
+            for group in self.responder.respond(prompts, rollout.group_size, self.sampling):
                 everything += group
                 if keep is None or keep([sample.score for sample in group]):
                     kept.append(group)
@@ -123,41 +135,6 @@ class PolicyTrainer:
                 *(self.state.step, len(kept), rollout.prompts_per_step, num_rounds),
             )
         return kept, {**_rollout_metrics(everything), "groups_kept": len(kept), "generation_rounds": num_rounds}
-
-    def rollout(self, prompts: Sequence[PromptExample]) -> list[list[Sample]]:
-        """Generate and score a group for each prompt, shared out over data ranks; returns all groups on all ranks."""
-        mine = prompts[self.mesh.data_rank :: self.mesh.data_size]
-        group_size = self.config.rollout.group_size
-        requests = [Request(prompt.prompt_id, prompt.tokens, group_size) for prompt in mine]
-        completions = self.engine.generate(requests, self.sampling)
-        groups = [completions[start : start + group_size] for start in range(0, len(completions), group_size)]
-        # The rule runs once per response: it may be random, slow or a service.
-        scored = None
-        if self.mesh.tensor_rank == 0 and self.mesh.is_first_stage:
-            scored = [self.score(prompt, group) for prompt, group in zip(mine, groups, strict=True)]
-        scored = self.mesh.from_first_model_rank(scored)
-        everywhere = [group for rank in self.mesh.gather_over_data(scored) for group in rank]
-        return sorted(everywhere, key=lambda group: group[0].prompt_id)
-
-    def score(self, prompt: PromptExample, group: Sequence[Completion]) -> list[Sample]:
-        """Turn the responses to one prompt into scored samples."""
-        return [self._score_one(prompt, completion) for completion in group]
-
-    def _score_one(self, prompt: PromptExample, completion: Completion) -> Sample:
-        truncated = completion.finish_reason == "length"
-        score = 0.0
-        if not (truncated and self.config.rollout.require_finished):
-            text = response_text(self.tokenizer, completion)
-            score = score_response(self.reward, prompt.prompt_id, prompt.text, text, prompt.answer)
-        return Sample(
-            prompt_id=prompt.prompt_id,
-            sample_index=completion.sample_index,
-            prompt=prompt.tokens,
-            response=completion.tokens,
-            rollout_log_probs=completion.log_probs,
-            score=score,
-            truncated=truncated,
-        )
 
     def assign_advantages(self, groups: Sequence[Sequence[Sample]]) -> list[Sample]:
         """Shape rewards, mask truncated responses and compute advantages, as the recipe says."""
@@ -170,7 +147,9 @@ class PolicyTrainer:
             rewards = recipe.shape_reward(rewards, torch.tensor([len(sample.response) for sample in samples]))
         advantages = recipe.advantage(rewards, torch.tensor([sample.prompt_id for sample in samples]))
         return [
-            replace(sample, reward=reward, advantage=advantage, in_loss=not (recipe.mask_truncated and sample.truncated))
+            replace(
+                sample, reward=reward, advantage=advantage, in_loss=not (recipe.mask_truncated and sample.truncated)
+            )
             for sample, reward, advantage in zip(samples, rewards.tolist(), advantages.tolist(), strict=True)
         ]
 
@@ -178,9 +157,12 @@ class PolicyTrainer:
         """Split the step's samples into mini-batches of whole groups."""
         group_size = self.config.rollout.group_size
         num_groups = len(samples) // group_size
-        borders = [num_groups * i // self.config.rollout.num_mini_batches for i in range(self.config.rollout.num_mini_batches + 1)]
-        pieces = zip(borders, borders[1:], strict=False)
-        return [list(samples[start * group_size : end * group_size]) for start, end in pieces if end > start]
+        borders = [
+            num_groups * i // self.config.rollout.num_mini_batches
+            for i in range(self.config.rollout.num_mini_batches + 1)
+        ]
+        pieces = [samples[start * group_size : end * group_size] for start, end in pairwise(borders)]
+        return [list(piece) for piece in pieces if piece]
 
     def learn(self, mini_batch: Sequence[Sample]) -> dict[str, float]:
         """Take one optimizer step on a mini-batch; stops the run after too many skipped in a row.
@@ -210,12 +192,6 @@ class PolicyTrainer:
         if not self.mesh.is_last_stage:
             return list(packs)
         return [replace(pack, ref_log_probs=log_probs) for pack, log_probs in zip(packs, scored, strict=True)]
-
-
-def response_text(tokenizer: object, completion: Completion) -> str:
-    """Decode a response without its stop token."""
-    tokens = completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
-    return tokenizer.decode(tokens, skip_special_tokens=True)  # type: ignore[attr-defined]
 
 
 def _rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -257,7 +233,7 @@ def train_policy(config: PolicyConfig, shape: QwenShape, world: World) -> dict[s
     if mesh.rank == 0:
         (run.output / "config.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
     trainer = PolicyTrainer(config, shape, mesh)
-    evaluator = Evaluator.from_trainer(trainer)
+    evaluator = trainer.evaluator()
     summary: dict[str, float] = {}
     with (
         Tracker(run.output, rank=mesh.rank, config=plain, wandb_mode=run.wandb) as tracker,
@@ -275,6 +251,8 @@ def train_policy(config: PolicyConfig, shape: QwenShape, world: World) -> dict[s
         summary |= {f"{name}_after": value for name, value in evaluator.run().items()}
         tracker.summarize({**summary, "world_size": mesh.world_size})
         export_hf(run.output / "hf", trainer.policy.models, mesh, source_folder=run.model)
+    if mesh.rank == 0:
+        draw_curves(run.output, f"{config.recipe.name}: {run.output.name}")
     return summary
 
 

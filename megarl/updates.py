@@ -80,7 +80,11 @@ def update(
         total = weighted_sum(loss, pack.loss_weights)
         kept = {name: _reduce_tokens(name, values, pack) for name, values in elementwise.items()}
         # megarl divides nothing, but megatron-core may scale the loss in place: keep a copy.
-        return total, {"loss": total.detach().clone(), "entropy": weighted_sum(entropy.detach(), pack.loss_weights), **kept}
+        return total, {
+            "loss": total.detach().clone(),
+            "entropy": weighted_sum(entropy.detach(), pack.loss_weights),
+            **kept,
+        }
 
     trainable.zero_grad()
     metrics = reduce_metrics(forward_backward(trainable.chunks, packs, head), trainable.mesh)
@@ -113,8 +117,6 @@ def reduce_metrics(metrics: Sequence[Metrics], mesh: Mesh) -> dict[str, float]:
     return {name: both[int(name.startswith(MAX_PREFIX)), i].item() for i, name in enumerate(names)}
 
 
-def reference_log_probs(
-    chunks: Sequence[QwenModel], packs: Sequence[TrainPack], temperature: float
-) -> list[Tensor]:
+def reference_log_probs(chunks: Sequence[QwenModel], packs: Sequence[TrainPack], temperature: float) -> list[Tensor]:
     """Score the packs with another model: `[N]` for each pack on the last stage, an empty list elsewhere."""
     return forward(chunks, packs, lambda model, hidden, pack: score_tokens(model, hidden, pack, temperature)[0])

@@ -6,19 +6,19 @@ no proxy can reach, methods of tensors: while a function of `_USERS_OF_CUDA_TENS
 `torch.Tensor.cuda` and `torch.Tensor.type` are replaced.
 
 Limits: the CPU's random number generator stands in for CUDA's, so that seeding one seeds the other. Not adapted: CUDA
-graphs, kernels for mixtures of experts, activation offloading, Megatron-FSDP, fusions made by `torch.compile`.
+graphs, kernels for mixtures of experts, activation offloading, Megatron-FSDP.
 """
 
 import contextlib
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -45,9 +45,6 @@ _MODULES = (
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
     "megatron.core.dist_checkpointing.strategies.torch",
 )
-
-# Kernels for mixtures of experts: since 0.18 every model imports them, and they import triton without a guard.
-_USERS_OF_TRITON = ("megatron.core.transformer.moe.paged_stash", "megatron.core.transformer.moe.ops.paged_stash")
 
 # Module and function. The first three refuse a `Tensor.type()` without "torch.cuda.", the others call `Tensor.cuda()`.
 _USERS_OF_CUDA_TENSORS = (
@@ -79,43 +76,34 @@ def adapt_megatron() -> None:
     """
     if torch.cuda.is_available():
         raise RuntimeError("adapt_megatron() is for machines without CUDA, but torch.cuda.is_available() is true")
-    check_version(importlib.metadata.version("megatron-core"))
-    make_importable()
+    version = importlib.metadata.version("megatron-core")
+    if not SpecifierSet(SUPPORTED_VERSIONS).contains(version, prereleases=True):
+        raise RuntimeError(
+            f"megatron-core {version} is installed, but without CUDA only {SUPPORTED_VERSIONS} is supported: "
+            "install such a version, or extend parallel/cpu.py"
+        )
+    prepare_import()
     for name in _MODULES:
         importlib.import_module(name)
     _adapt_functions()
     _replace_in_megatron("torch", torch, _TORCH)
 
 
-def check_version(version: str) -> None:
-    """Refuse a version of megatron-core whose use of CUDA was not checked.
+def prepare_import() -> None:
+    """Let megatron-core be imported on a machine without CUDA. Call it before the first import of megatron-core.
 
-    Raises:
-        RuntimeError: `version` is outside `SUPPORTED_VERSIONS`.
+    Without it, 0.18 and later need triton, and every process spends seconds importing torch's compiler.
     """
-    if not SpecifierSet(SUPPORTED_VERSIONS).contains(version, prereleases=True):
-        raise RuntimeError(
-            f"megatron-core {version} is installed, but without CUDA only {SUPPORTED_VERSIONS} is supported: "
-            "install such a version, or extend parallel/cpu.py"
-        )
+    if not torch.cuda.is_available() and _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
 
 
-def make_importable() -> None:
-    """Let megatron-core 0.18 and later be imported where triton is not installed. Does nothing elsewhere."""
-    if importlib.util.find_spec("triton") is None and _TRITON_FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, _TRITON_FINDER)
+class _UncompiledLoader(SourceFileLoader):
+    """Loads a module that calls `torch.compile`, and leaves its functions as they are: no C++ compiler is needed."""
 
-
-class _TritonFinder:
-    """Finds the modules of `_USERS_OF_TRITON`, to load them with a stand-in for triton."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name in _USERS_OF_TRITON else None
-        if spec is not None and spec.origin is not None:
-            spec.loader = _TritonLoader(name, spec.origin)
-        return spec
+    def exec_module(self, module: types.ModuleType) -> None:
+        with patch.object(torch, "compile", lambda function: function):
+            super().exec_module(module)
 
 
 class _TritonLoader(SourceFileLoader):
@@ -123,7 +111,7 @@ class _TritonLoader(SourceFileLoader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         # One of these modules imports the other: the outer one takes the stand-in away.
-        stand_in = {} if "triton" in sys.modules else _stand_in_for_triton()
+        stand_in = {} if "triton" in sys.modules or find_spec("triton") else _stand_in_for_triton()
         sys.modules.update(stand_in)
         try:
             super().exec_module(module)
@@ -140,7 +128,27 @@ def _stand_in_for_triton() -> dict[str, types.ModuleType]:
     return {"triton": triton, "triton.language": language}
 
 
-_TRITON_FINDER = _TritonFinder()
+class _Finder:
+    """Finds the modules of megatron-core that need a loader of their own."""
+
+    loaders = types.MappingProxyType(
+        {
+            "megatron.core.jit": _UncompiledLoader,
+            "megatron.core.transformer.moe.router": _UncompiledLoader,
+            # Kernels for mixtures of experts: since 0.18 every model imports them, and triton without a guard.
+            "megatron.core.transformer.moe.paged_stash": _TritonLoader,
+            "megatron.core.transformer.moe.ops.paged_stash": _TritonLoader,
+        }
+    )
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name in self.loaders else None
+        if spec is not None and spec.origin is not None:
+            spec.loader = self.loaders[name](name, spec.origin)
+        return spec
+
+
+_FINDER = _Finder()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -39,12 +39,13 @@ def detect_world(environment: Mapping[str, str] = os.environ) -> World:
     Raises:
         ValueError: only a part of torchrun's variables is set, one is no integer, or the rank is outside the world.
     """
-    present = [name for name in TORCHRUN_VARIABLES if name in environment]
-    if "RANK" not in present:
+    present = [name for name in TORCHRUN_VARIABLES[:3] if name in environment]
+    if not present:  # an address alone names no rank: shells and schedulers export it, too
         return World(0, 1, 0, _device(0), launcher="alone")
-    missing = [name for name in TORCHRUN_VARIABLES if name not in present]
+    missing = [name for name in TORCHRUN_VARIABLES if name not in environment]
     if missing:
-        raise ValueError(f"environment: RANK={environment['RANK']} is set but {', '.join(missing)} is not; use torchrun")
+        stated = ", ".join(f"{name}={environment[name]}" for name in present)
+        raise ValueError(f"environment: {stated} is set but {', '.join(missing)} is not; use torchrun")
     rank, world_size, local_rank = (_integer(environment, name) for name in TORCHRUN_VARIABLES[:3])
     if not 0 <= rank < world_size:
         raise ValueError(f"environment: RANK={rank} must be at least 0 and below WORLD_SIZE={world_size}")
@@ -93,7 +94,7 @@ def stop() -> None:
 
 @contextmanager
 def running(world: World, timeout_seconds: float = 600.0) -> Iterator[World]:
-    """`start` ... `stop`. After an exception the groups are left to the dying process: others may hang in a collective."""
+    """`start` ... `stop`. After an exception groups are left to the dying process: others may hang in a collective."""
     start(world, timeout_seconds)
     yield world
     stop()

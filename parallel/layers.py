@@ -105,8 +105,8 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, borders: tuple[i
     """
     buckets, inverse = _buckets(borders)
     if inverse is None:
-        num, length = buckets
-        return _causal(*(x.unflatten(0, (num, length)) for x in (query, key, value)), scale).flatten(0, 1)
+        query, key, value = (x.unflatten(0, buckets) for x in (query, key, value))
+        return _causal(query, key, value, scale).flatten(0, 1)
     pieces = []
     for index, real in buckets:
         index = index.to(query.device)

@@ -39,9 +39,7 @@ class TEPackedAttention(TEDotProductAttention):
         longest = int(attention_mask.diff().max())
         borders = attention_mask.to(query.device, non_blocking=True)
         packed = PackedSeqParams("thd", borders, borders, max_seqlen_q=longest, max_seqlen_kv=longest)
-        attended = super().forward(
-            query[:, 0], key[:, 0], value[:, 0], None, attn_mask_type, packed_seq_params=packed
-        )
+        attended = super().forward(query[:, 0], key[:, 0], value[:, 0], None, attn_mask_type, packed_seq_params=packed)
         return attended.reshape(query.shape[0], 1, -1)
 
 

@@ -44,7 +44,9 @@ def vocab_parallel_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """As `score_tokens`, from hidden states `rows [N, H]` and token ids `targets [N]`."""
     if not temperature > 0:
-        raise ValueError(f"temperature: got {temperature}, allowed: above 0 (greedy decoding has no log-probs to train on)")
+        raise ValueError(
+            f"temperature: got {temperature}, allowed: above 0 (greedy decoding has no log-probs to train on)"
+        )
     weight = model.output_weight()
     shard = VocabShard.of(model)
     num_rows = max(1, chunk_bytes // (4 * weight.shape[0]))
@@ -102,7 +104,7 @@ class _LogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rows, weight, targets, shard, inverse_temperature, num_rows):  # type: ignore[no-untyped-def]
+    def forward(ctx, rows, weight, targets, shard, inverse_temperature, num_rows):
         log_probs, log_sums, entropy = torch.empty(3, len(rows), dtype=torch.float32, device=rows.device)
         logits = None
         for chunk in _chunks(len(rows), num_rows):
@@ -123,7 +125,7 @@ class _LogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx, grad_log_probs, grad_entropy):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_log_probs, grad_entropy):
         rows, weight, targets, log_sums, entropy = ctx.saved_tensors
         shard, inverse_temperature = ctx.shard, ctx.inverse_temperature
         grad_rows = torch.zeros_like(rows)
@@ -141,12 +143,21 @@ class _LogProbs(torch.autograd.Function):
             grad = logits.mul_(inverse_temperature).to(rows.dtype)
             logits = None
             grad_rows[chunk] = grad @ weight[: shard.num_real]
-            grad_weight[: shard.num_real].add_((grad.T @ rows[chunk]).float())
+            _add_product(grad_weight[: shard.num_real], grad.T, rows[chunk])
+            del grad  # the chunk is freed before the next is made
         return grad_rows, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _chunks(num_rows: int, chunk_rows: int) -> list[slice]:
     return [slice(start, start + chunk_rows) for start in range(0, num_rows, chunk_rows)]
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, accumulated in fp32; without a temporary of the size of `total` when all is fp32."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
 
 
 def _blocks(logits: Tensor) -> tuple[Tensor, ...]:

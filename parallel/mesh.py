@@ -1,6 +1,7 @@
 """Sizes of the parallel axes, validated, and the frozen `Mesh` of process groups made from them.
 
-Ranks are laid out as megatron-core does (order tp-cp-ep-dp-pp): the tensor index changes fastest, the pipeline index slowest.
+Ranks are laid out as megatron-core does (order tp-cp-ep-dp-pp): the tensor index changes fastest, the pipeline index
+slowest.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class Layout:
         """
         if world_size % self.model_parallel_size:
             raise ValueError(
-                f"world size {world_size} must be a multiple of tensor {self.tensor_model_parallel_size} x pipeline "
-                f"{self.pipeline_model_parallel_size} x context {self.context_parallel_size} = {self.model_parallel_size}"
+                f"world size: got {world_size}, allowed: multiples of tensor {self.tensor_model_parallel_size} x "
+                f"pipeline {self.pipeline_model_parallel_size} x context {self.context_parallel_size} = "
+                f"{self.model_parallel_size}"
             )
         return world_size // self.model_parallel_size
 
@@ -81,10 +83,9 @@ class Layout:
         size = self.tensor_model_parallel_size
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size"):
             if getattr(shape, name) % size:
-                allowed = _divisors(shape)
                 raise ValueError(
-                    f"tensor_model_parallel_size: got {size}, but {name} = {getattr(shape, name)} is no multiple of it; "
-                    f"allowed for this model: {allowed}"
+                    f"tensor_model_parallel_size: got {size}, but {name} = {getattr(shape, name)} is no multiple "
+                    f"of it; allowed for this model: {_divisors(shape)}"
                 )
 
     def _check_pipeline(self, shape: QwenShape) -> None:
@@ -97,7 +98,7 @@ class Layout:
         if shape.num_layers % self.num_stages:
             raise ValueError(
                 f"pipeline_model_parallel_size x virtual_pipeline_model_parallel_size: got {self.num_stages} stages, "
-                f"but num_layers = {shape.num_layers} is no multiple of it"
+                f"but num_layers = {shape.num_layers} is no multiple of it; allowed: divisors of num_layers"
             )
 
 
@@ -159,7 +160,9 @@ class Mesh:
     def object_from_last_stage(self, item: Any) -> Any:
         """Return `item` of the last pipeline stage on all stages (pickled: for small objects)."""
         if self.pipeline_size > 1:
-            last = self.rank_of(tensor_rank=self.tensor_rank, pipeline_rank=self.pipeline_size - 1, data_rank=self.data_rank)
+            last = self.rank_of(
+                tensor_rank=self.tensor_rank, pipeline_rank=self.pipeline_size - 1, data_rank=self.data_rank
+            )
             box = [item]
             dist.broadcast_object_list(box, src=last, group=self.pipeline_group)
             return box[0]
@@ -173,7 +176,9 @@ class Mesh:
     def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Broadcast `tensor` from the last pipeline stage over the pipeline group, in place."""
         if self.pipeline_size > 1:
-            last = self.rank_of(tensor_rank=self.tensor_rank, pipeline_rank=self.pipeline_size - 1, data_rank=self.data_rank)
+            last = self.rank_of(
+                tensor_rank=self.tensor_rank, pipeline_rank=self.pipeline_size - 1, data_rank=self.data_rank
+            )
             dist.broadcast(tensor, src=last, group=self.pipeline_group)
         return tensor
 

@@ -46,7 +46,7 @@ class QwenModel(GPTModel):
         if head == "scalar" and post_process:
             self.output_layer = ScalarHead(config)
 
-    def forward(self, pack: Pack) -> Tensor:  # type: ignore[override]
+    def forward(self, pack: Pack) -> Tensor:
         """Run this stage over a pack of T tokens.
 
         Returns: hidden states `[T, 1, H]` (`[T / tensor_size, 1, H]` under sequence parallelism), after the final
@@ -100,7 +100,7 @@ def build_model(shape: QwenShape, mesh: Mesh, params_dtype: torch.dtype, head: H
         ValueError: the layout doesn't fit the model (`Layout.check`).
     """
     mesh.layout.check(shape, mesh.world_size)
-    config = transformer_config(shape, mesh.layout, params_dtype)
+    config = transformer_config(shape, mesh.layout, params_dtype, mesh.device)
     virtual = mesh.layout.virtual_pipeline_model_parallel_size
     stages = [None] if virtual is None else range(virtual)
     return [QwenModel(shape, mesh, config, head, stage).to(mesh.device) for stage in stages]

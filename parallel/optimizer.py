@@ -1,4 +1,4 @@
-"""Megatron-core's DDP and distributed optimizer around a model's chunks, and the learning rate as a function of the step.
+"""Megatron-core's DDP and distributed optimizer around a model's chunks; the learning rate, a function of the step.
 
 `Trainable` owns both, because master weights must follow every change of the model's weights.
 """
@@ -29,7 +29,7 @@ class OptimizerSettings:
     """AdamW (arXiv 1711.05101) with clipping by the global gradient norm."""
 
     lr: float = option(1e-6, "peak learning rate")
-    weight_decay: float = option(0.1, "decoupled weight decay")
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices, not of biases and norms")
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.999, "decay of the second moment")
     adam_eps: float = option(1e-8, "added to the root of the second moment")
@@ -44,10 +44,20 @@ class OptimizerSettings:
         for name in ("lr", "adam_eps", "clip_grad"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed: above 0")
+        for name in ("weight_decay", "lr_warmup_steps", "lr_decay_start"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: got {getattr(self, name)}, allowed: from 0")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, allowed: from 0 to below 1")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"min_lr_ratio: got {self.min_lr_ratio}, allowed: from 0 to 1")
         if self.lr_decay_style not in ("constant", "linear"):
             raise ValueError(f"lr_decay_style: got {self.lr_decay_style!r}, allowed: 'constant', 'linear'")
         if self.lr_decay_style == "linear" and self.lr_decay_steps <= self.lr_decay_start:
-            raise ValueError(f"lr_decay_steps: got {self.lr_decay_steps}, allowed: above lr_decay_start {self.lr_decay_start}")
+            raise ValueError(
+                f"lr_decay_steps: got {self.lr_decay_steps}, allowed: above lr_decay_start {self.lr_decay_start}"
+            )
 
 
 def learning_rate(settings: OptimizerSettings, step: int) -> float:
@@ -95,7 +105,7 @@ class Trainable:
     def zero_grad(self) -> None:
         """Clear all gradients before a new mini-batch."""
         for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+            chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
 
     def step(self, lr: float) -> StepResult:
@@ -110,6 +120,8 @@ class Trainable:
 
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
+            # megatron-core marks biases and norms with 0 and leaves it to a scheduler, which we don't use, to apply it.
+            group["weight_decay"] = self.settings.weight_decay * group.get("wd_mult", 1.0)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(grad_norm):

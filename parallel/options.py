@@ -1,4 +1,4 @@
-"""`option`: a dataclass field that carries its one-line help, so that command lines show every setting and its default."""
+"""`option`: a dataclass field with its one-line help: command lines show every setting and its default."""
 
 from __future__ import annotations
 

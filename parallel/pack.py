@@ -65,3 +65,19 @@ def pack_sequences(sequences: Sequence[Tensor], masks: Sequence[Tensor], pad_to_
         cu_seqlens=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
         scored=torch.cat(wanted).nonzero().squeeze(1),
     )
+
+
+def unpad(token_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
+    """Return the token lists of a padded batch, as `rollout` requests and packs take them.
+
+    Args:
+        token_ids: `[B, S]`, padded on the left, on the right or both.
+        attention_mask: `[B, S]`, nonzero at real tokens. What stands at the others is never read.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if token_ids.shape != attention_mask.shape:
+        shape, wanted = list(attention_mask.shape), list(token_ids.shape)
+        raise ValueError(f"attention_mask: got shape {shape}, allowed: {wanted}, that of token_ids")
+    return [row[mask.bool()].tolist() for row, mask in zip(token_ids, attention_mask, strict=True)]

@@ -107,7 +107,8 @@ class Engine:
         """Generate `num_samples` responses to each request, in the order of the requests.
 
         Raises:
-            ValueError: a prompt is empty or longer than the context, or a paused request asks for several samples.
+            ValueError: a prompt is empty or longer than the context (generated tokens counted), or a paused request
+                asks for several samples.
         """
         for model in self.models:
             model.eval()
@@ -118,16 +119,16 @@ class Engine:
         return [self._completion(s, params, prompt_log_probs) for s in sequences]
 
     def _sequences(self, request: Request, params: SamplingParams) -> list[_Sequence]:
-        used = len(request.prompt)
-        if not 1 <= used <= self.context_length:
+        length = len(request.prompt) + len(request.generated)
+        if not request.prompt or length > self.context_length:
             raise ValueError(
-                f"prompt {request.prompt_id}: {used} tokens, allowed: 1 to context_length {self.context_length}"
+                f"prompt {request.prompt_id}: {length} tokens, allowed: 1 to context_length {self.context_length}"
             )
         if request.generated and request.num_samples != 1:
             raise ValueError(f"prompt {request.prompt_id}: num_samples {request.num_samples}, allowed when resumed: 1")
-        budget = min(params.max_new_tokens, self.context_length - used) - len(request.generated)
+        limit = min(params.max_new_tokens, self.context_length - len(request.prompt))
+        budget = limit - len(request.generated)
         indices = range(request.first_sample, request.first_sample + request.num_samples)
-        length = used + len(request.generated)
         return [_Sequence(request, index, max(budget, 0), length) for index in indices]
 
     @staticmethod
@@ -184,7 +185,7 @@ class Engine:
         slots: dict[int, list[int]] = {}
         for slot, sequence in enumerate(active):
             slots.setdefault(id(sequence.request), []).append(slot)
-        rows = []
+        rows: dict[int, Tensor] = {}
         for batch in self._prefill_batches(active, [members[0] for members in slots.values()]):
             contexts = [active[slot].context for slot in batch]
             lengths = [len(context) for context in contexts]
@@ -198,11 +199,11 @@ class Engine:
                 members = slots[id(active[slot].request)]
                 for cache in caches:
                     cache.fork(slot, members[1:], length)
-                rows.append(states[-1:].expand(len(members), -1))
+                rows |= dict.fromkeys(members, states[-1])
                 if params.prompt_log_probs:
                     request = active[slot].request
                     prompt_log_probs[id(request)] = self._score_prompt(request, states, params)
-        return torch.cat(rows)
+        return torch.stack([rows[slot] for slot in range(len(active))])
 
     def _prefill_batches(self, active: list[_Sequence], slots: list[int]) -> list[list[int]]:
         """Split slots into batches of at most `max_prefill_tokens` tokens (a longer prompt goes alone)."""

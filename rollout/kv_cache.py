@@ -107,6 +107,6 @@ class KVCache:
         self.values[layer, rows, :, step.positions] = value[:num]
         # Queries that share a key/value head become rows of one small attention: no key is repeated.
         grouped = query[:num].unflatten(1, (key.shape[1], -1))  # [num, Hkv, Hq / Hkv, D]
-        cached = (cached[layer, :num, :, :longest] for cached in (self.keys, self.values))
-        attended = F.scaled_dot_product_attention(grouped, *cached, attn_mask=step.mask, scale=self.scale)
+        keys, values = self.keys[layer, :num, :, :longest], self.values[layer, :num, :, :longest]
+        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=step.mask, scale=self.scale)
         return attended.flatten(1)

@@ -35,4 +35,5 @@ def derive_seed(*parts: int) -> int:
 
 def uniform(key: Tensor) -> Tensor:
     """Return float64 numbers of the open interval (0, 1), one for each key."""
-    return (((key >> 11) & (2**53 - 1)).double() + 0.5) * 2.0**-53
+    # 52 bits and a half are exact in float64; with 53 the largest number would round to 1.
+    return (((key >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52

@@ -127,8 +127,9 @@ def _best_column(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _nothing(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Score of a rank whose vocabulary rows are all padding."""
-    rows = len(logits)
-    return torch.full((rows,), -torch.inf, dtype=torch.float64), torch.zeros(rows, dtype=torch.int64)
+    rows, device = len(logits), logits.device
+    score = torch.full((rows,), -torch.inf, dtype=torch.float64, device=device)
+    return score, torch.zeros(rows, dtype=torch.int64, device=device)
 
 
 def _draw(logits: Tensor, keys: Tensor, first_block: int) -> tuple[Tensor, Tensor]:
@@ -144,14 +145,14 @@ def _draw(logits: Tensor, keys: Tensor, first_block: int) -> tuple[Tensor, Tenso
     cumulative = (inside - inside.amax(-1, keepdim=True)).exp().cumsum(-1)
     target = uniform(combine(keys, 2 * (block + first_block) + 1)) * cumulative[:, -1]
     column = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    return score, block * BLOCK + column
+    # Where top-k or top-p left nothing on this rank the search runs off the end; its score never wins.
+    return score, (block * BLOCK + column).clamp(max=logits.shape[1] - 1)
 
 
 def _restrict(logits: Tensor, params: SamplingParams, shard: VocabShard, log_sum: Tensor) -> Tensor:
     """Set logits outside the top-k and the nucleus to minus infinity."""
     if params.top_k == 0 and params.top_p == 1:
         return logits
-    threshold = torch.full((len(logits), 1), -torch.inf)
     if params.top_k:
         threshold = _threshold(logits, torch.ones_like(logits), float(params.top_k), shard)
         logits = logits.where(logits >= threshold, -torch.inf)
@@ -172,8 +173,8 @@ def _threshold(logits: Tensor, measure: Tensor, wanted: float, shard: VocabShard
 
     Bisection over the ordered bit patterns of fp32 is exact in 32 rounds of one number per row.
     """
-    low = torch.full((len(logits), 1), _ordered(torch.tensor([-torch.inf])).item(), dtype=torch.int64)
-    high = torch.full_like(low, int(_ordered(torch.tensor([torch.inf])).item()))
+    low = _ordered(logits.new_full((len(logits), 1), -torch.inf))
+    high = _ordered(logits.new_full((len(logits), 1), torch.inf))
     ordered = _ordered(logits)
     while bool((high - low > 1).any()):
         middle = (low + high) // 2

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.make_tiny_qwen import main
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
+from parallel.qwen import read_shape
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def test_default_is_the_demo_model(write):
     folder = write("default")
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == "qwen2"
-    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    assert (read_shape(folder).rope.rope_type, read_shape(folder).rope.theta) == ("default", 10000.0)
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     assert [config[name] for name in names] == [64, 2, 4, 2, 192]
     assert (config["vocab_size"], config["tie_word_embeddings"]) == (320, True)
@@ -59,7 +60,7 @@ def test_qwen3_takes_a_head_size_of_its_own_and_an_output_matrix(write):
     assert "model.layers.0.self_attn.q_proj.bias" not in tensors
     config = json.loads((folder / "config.json").read_text())
     assert (config["model_type"], config["head_dim"]) == ("qwen3", 32)
-    assert config["rope_parameters"]["rope_theta"] == 5000.0
+    assert read_shape(folder).rope.theta == 5000.0
 
 
 def test_written_model_loads_and_generates_with_transformers(write):

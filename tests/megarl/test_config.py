@@ -1,0 +1,110 @@
+import dataclasses
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.config import DemonstrationSettings, PolicyConfig, SFTConfig, to_plain
+from megarl.recipes import DAPO
+from parallel.mesh import Layout
+from parallel.optimizer import OptimizerSettings
+
+
+def test_a_good_config_returns_the_shape_of_its_model(small_run, tmp_path):
+    shape = small_run.config(tmp_path).check(world_size=1)
+    assert (shape.num_layers, shape.vocab_size) == (4, 320)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_steps", 0, "num_steps: got 0, allowed: from 1"),
+        ("max_tokens_per_pack", 21, "max_tokens_per_pack: got 21, allowed: from .* = 22, the longest sequence"),
+        ("dtype", "fp16", "dtype: got 'fp16', allowed: fp32, bf16"),
+        ("wandb", "on", "wandb mode must be one of disabled, offline, online, got 'on'"),
+        ("model", Path("no such folder"), "model: got 'no such folder', allowed: a folder with a config.json"),
+        ("timeout_seconds", 0.0, "timeout_seconds: got 0.0, allowed: above 0"),
+        ("progress_seconds", -1.0, "progress_seconds: got -1.0, allowed: from 0"),
+    ],
+)
+def test_wrong_run_settings_are_named_with_what_is_allowed(small_run, tmp_path, field, value, message):
+    with pytest.raises(ValueError, match=message):
+        small_run.config(tmp_path, run={field: value}).check(world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        *((name, 0, f"{name}: got 0, allowed: from 1") for name in ("prompts_per_step", "group_size", "max_sequences")),
+        *((name, 0, f"{name}: got 0, allowed: from 1") for name in ("max_prompt_tokens", "max_new_tokens")),
+        *((name, 0, f"{name}: got 0, allowed: from 1") for name in ("max_generation_rounds", "eval_max_prompts")),
+        ("eval_every", -1, "eval_every: got -1, allowed: from 0"),
+        ("num_mini_batches", 0, "num_mini_batches: got 0, allowed: 1 to prompts_per_step 4"),
+        ("num_mini_batches", 5, "num_mini_batches: got 5, allowed: 1 to prompts_per_step 4"),
+        ("temperature", 0.0, "temperature: got 0.0, allowed in training: above 0"),
+        ("temperature", float("nan"), "temperature: got nan, allowed in training: above 0"),
+        ("top_p", 0.0, "top_p: got 0.0, allowed: above 0, at most 1"),
+        ("top_p", 1.5, "top_p: got 1.5, allowed: above 0, at most 1"),
+        ("max_new_tokens", 497, r"max_prompt_tokens \+ max_new_tokens: got 513, allowed by the model: at most 512"),
+        ("prompts", Path("no.jsonl"), "^prompts: there is no file 'no.jsonl'"),
+        ("eval_prompts", Path("no.jsonl"), "^eval_prompts: there is no file 'no.jsonl'"),
+        ("reward", "best", "reward is 'best'; allowed: exact_match, sorted_digits, module:function or file.py:function"),
+    ],
+)
+def test_wrong_rollout_settings_are_named_with_what_is_allowed(small_run, tmp_path, field, value, message):
+    """RC41: temperature 0 is refused for training before anything is built."""
+    with pytest.raises(ValueError, match=message):
+        small_run.config(tmp_path, rollout={field: value}).check(world_size=1)
+
+
+def test_layout_is_checked_against_model_and_world(small_run, tmp_path):
+    config = small_run.config(tmp_path, layout=Layout(tensor_model_parallel_size=2))
+    assert config.check(world_size=4).num_layers == 4
+    with pytest.raises(ValueError, match="world size: got 3, allowed: multiples of tensor 2"):
+        config.check(world_size=3)
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size: got 4, but num_query_groups = 2"):
+        small_run.config(tmp_path, layout=Layout(tensor_model_parallel_size=4)).check(world_size=4)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(small_run, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in (small_run.folder / "model").iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"vocab_size": 319}))
+    with pytest.raises(ValueError, match="has id 319, allowed by vocab_size: below 319"):
+        small_run.config(tmp_path / "out", run={"model": model}).check(world_size=1)
+
+
+def test_a_folder_with_a_trained_model_is_not_overwritten(small_run, tmp_path):
+    (tmp_path / "hf").mkdir()
+    with pytest.raises(ValueError, match="output: .* already holds a trained model, allowed: another folder"):
+        small_run.config(tmp_path).check(world_size=1)
+
+
+def test_demonstrations_are_checked(small_run, tmp_path):
+    run, layout = small_run.config(tmp_path).run, Layout()
+    config = SFTConfig(run, DemonstrationSettings(small_run.folder / "train.jsonl"), layout, OptimizerSettings())
+    assert config.check(world_size=1).num_layers == 4
+    with pytest.raises(ValueError, match="demonstrations: there is no file 'no.jsonl'"):
+        replace(config, data=DemonstrationSettings(Path("no.jsonl"))).check(world_size=1)
+    with pytest.raises(ValueError, match="batch_size: got 0, allowed: from 1"):
+        replace(config, data=replace(config.data, batch_size=0)).check(world_size=1)
+
+
+def test_plain_values_hold_every_field_and_are_json(small_run, tmp_path):
+    config = small_run.config(tmp_path, recipe=DAPO)
+    plain = json.loads(json.dumps(to_plain(config)))
+    assert list(plain) == [field.name for field in dataclasses.fields(PolicyConfig)]
+    for name in ("run", "rollout", "layout", "optimizer"):
+        assert list(plain[name]) == [field.name for field in dataclasses.fields(getattr(config, name))]
+    assert plain["run"]["output"] == str(tmp_path)
+    assert plain["layout"]["virtual_pipeline_model_parallel_size"] is None
+    assert plain["recipe"] == DAPO.describe()
+
+
+def test_configs_are_frozen(small_run, tmp_path):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        small_run.config(tmp_path).run.seed = 1
