@@ -9,6 +9,7 @@ INSTALL_REQUIRES = [
     "jinja2>=3.1,<4",  # renders chat templates
     "matplotlib>=3.8,<4",
     "numpy>=1.26,<3",
+    "packaging>=23,<27",
     "protobuf>=4.25,<8",
     "psutil>=5.9,<8",  # megatron-core's dist_checkpointing hangs without it and does not declare it
     "pyarrow>=15,<27",

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import socket
 import subprocess
@@ -73,6 +74,11 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None
     for line in lines:
         first, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         print("  ".join([first.strip().ljust(widths[0]), *rest]).rstrip(), flush=True)
+
+
+def no_nan(value: float) -> float:
+    """Return infinity in place of NaN: a NaN is lost in a maximum, and must not pass below a bar."""
+    return math.inf if math.isnan(value) else value
 
 
 def finish(figure: str, passed: bool, numbers: dict[str, Any], json_file: Path | None) -> NoReturn:

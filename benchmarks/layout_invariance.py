@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import finish, make_model, make_parser, make_prompts, make_trainer, on_layouts, print_table
+from common import finish, make_model, make_parser, make_prompts, make_trainer, no_nan, on_layouts, print_table
 from safetensors.torch import load_file
 
 from megarl.batch import Sample, balance, plan_packs
@@ -116,8 +116,14 @@ def train(mesh: Mesh, folder: Path, seed: int, reference_samples: list[list[Samp
     Args:
         reference_samples: what bf16 trains on; None: on its own samples.
     """
-    name = f"tp{mesh.tensor_size}-pp{mesh.pipeline_size}-dp{mesh.data_size}-vp{mesh.layout.num_chunks}"
-    outcomes = {}
+    sizes = (
+        mesh.tensor_size,
+        mesh.pipeline_size,
+        mesh.data_size,
+        mesh.layout.num_chunks,
+        mesh.layout.sequence_parallel,
+    )
+    name, outcomes = "-".join(map(str, sizes)), {}
     for dtype, budget in ((dtype, budget) for dtype, budgets in BUDGETS.items() for budget in budgets):
         target = folder / name / f"{dtype}-{budget}"
         trainer = make_trainer(mesh, folder / "qwen2", folder / "prompts.jsonl", budget, dtype, seed)
@@ -155,7 +161,7 @@ def logits_difference(mesh: Mesh, model: Path, expected: Path) -> float:
     def difference(chunk: Any, hidden: torch.Tensor, pack: Any) -> float:
         shard, theirs = VocabShard.of(chunk), torch.load(expected)
         ours = shard.logits(chunk.gather_sequence(hidden)[: len(theirs), 0], chunk.output_weight())
-        return float((ours - theirs[:, shard.first : shard.first + shard.num_real]).abs().max())
+        return no_nan(float((ours - theirs[:, shard.first : shard.first + shard.num_real]).abs().max()))
 
     return max(forward(chunks, [pack] * num_passes(1, mesh), difference), default=0.0)
 
@@ -188,7 +194,7 @@ def worst_tensor(found: Path, reference: Path) -> tuple[float, str]:
         raise ValueError(f"{found} and {reference} differ in tensors: {sorted(ours.keys() ^ theirs.keys())}")
     tiny = torch.finfo(torch.float64).tiny  # a gradient that is exactly zero must be zero everywhere
     differences = [
-        (float((ours[name].double() - tensor.double()).norm() / tensor.double().norm().clamp(min=tiny)), name)
+        (no_nan(float((ours[name].double() - tensor.double()).norm() / tensor.double().norm().clamp(min=tiny))), name)
         for name, tensor in theirs.items()
     ]
     return max(differences)
@@ -213,8 +219,8 @@ def compare(ranks: list[Outcomes], reference: Outcomes) -> list[dict[str, Any]]:
                 "budget_tokens": budget,
                 "packs": max(rank[dtype, budget][0].num_packs for rank in ranks),
                 "responses": sum(ours != theirs for ours, theirs in pairs),
-                "loss": abs(outcome.loss - expected.loss),
-                "grad_norm": abs(outcome.grad_norm / expected.grad_norm - 1),
+                "loss": no_nan(abs(outcome.loss - expected.loss)),
+                "grad_norm": no_nan(abs(outcome.grad_norm / expected.grad_norm - 1)),
                 "gradient": gradient,
                 "gradient_tensor": gradient_name,
                 "parameters": parameters,
@@ -259,9 +265,10 @@ def main() -> None:
     worst_logits = max(difference for row in logits.values() for difference in row.values())
     differences = [worst[name] for name in columns[5:]]
     figure = (
-        f"largest difference from one process in fp32: {worst['responses']} responses (bar 0); loss {worst['loss']:.1e},"
-        f" gradient norm {worst['grad_norm']:.1e}, gradient {worst['gradient']:.1e}, parameters after 3 optimizer steps"
-        f" {worst['parameters']:.1e} (bar {BAR:.0e}); logits {worst_logits:.1e} from transformers (bar {LOGITS_BAR:.0e})"
+        f"largest difference from one process in fp32: {worst['responses']} responses (bar 0), "
+        f"loss {worst['loss']:.1e}, gradient norm {worst['grad_norm']:.1e}, gradient {worst['gradient']:.1e}, "
+        f"parameters after 3 optimizer steps {worst['parameters']:.1e} (bar {BAR:.0e}); "
+        f"logits from transformers' {worst_logits:.1e} (bar {LOGITS_BAR:.0e})"
     )
     passed = worst["responses"] == 0 and max(differences) <= BAR and worst_logits <= LOGITS_BAR
     finish(figure, passed, {"bar": BAR, "logits_bar": LOGITS_BAR, "rows": rows, "logits": logits}, args.json)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import finish, make_model, make_parser, make_prompts, make_trainer, on_layouts, print_table
+from common import finish, make_model, make_parser, make_prompts, make_trainer, no_nan, on_layouts, print_table
 
 from megarl.batch import TrainPack, balance, build_packs, count_globally
 from megarl.trainer import PolicyTrainer

@@ -39,7 +39,7 @@ from rollout.sampling import SamplingParams
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED_STEPS = 10
-"""Optimizer steps in a row that may be skipped for non-finite gradients before the run stops."""
+"""Optimizer steps in a row that may be skipped for a non-finite loss or gradient before the run stops."""
 
 
 @dataclass
@@ -168,7 +168,7 @@ class PolicyTrainer:
         """Take one optimizer step on a mini-batch; stops the run after too many skipped in a row.
 
         Raises:
-            RuntimeError: `MAX_SKIPPED_STEPS` steps in a row had a gradient that was not finite.
+            RuntimeError: `MAX_SKIPPED_STEPS` steps in a row had a loss or gradient that was not finite.
         """
         recipe, mesh = self.config.recipe, self.mesh
         share = balance([sample.num_tokens for sample in mini_batch], mesh.data_size)[mesh.data_rank]
@@ -184,7 +184,9 @@ class PolicyTrainer:
         self.state.optimizer_step += int(metrics["applied"])
         self.state.num_skipped = 0 if metrics["applied"] or not counts.num_tokens else self.state.num_skipped + 1
         if self.state.num_skipped >= MAX_SKIPPED_STEPS:
-            raise RuntimeError(f"{self.state.num_skipped} optimizer steps in a row had a gradient that was not finite")
+            raise RuntimeError(
+                f"{self.state.num_skipped} optimizer steps in a row had a loss or gradient that was not finite"
+            )
         return metrics
 
     def _with_reference(self, packs: Sequence[TrainPack], temperature: float) -> list[TrainPack]:

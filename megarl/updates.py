@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -67,7 +68,8 @@ def update(
         optimizer_step: counted from 0, gives the learning rate.
         temperature: of the policy that is scored.
 
-    Returns: metrics, equal on all ranks; `applied` is 0.0 where nothing was changed.
+    Returns: metrics, equal on all ranks; `applied` is 0.0 where nothing was changed, because the loss or the gradient
+        was not finite.
     """
     lr = learning_rate(trainable.settings, optimizer_step)
     if counts.num_tokens == 0:
@@ -88,6 +90,10 @@ def update(
 
     trainable.zero_grad()
     metrics = reduce_metrics(forward_backward(trainable.chunks, packs, head), trainable.mesh)
+    if not math.isfinite(metrics["loss"]):
+        # The gradient may be finite all the same: a clamp passes none on where its input is NaN.
+        logger.warning("optimizer step %d skipped: the loss is %s", optimizer_step, metrics["loss"])
+        return {**metrics, "grad_norm": math.nan, "applied": 0.0, "lr": lr}
     result = trainable.step(lr)
     return {**metrics, "grad_norm": result.grad_norm, "applied": float(result.applied), "lr": lr}
 

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel.cpu import prepare_import
 from parallel.launch import World, detect_world, running
 from tests.workers import WorkerPool
 
-prepare_import()
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
 

@@ -94,6 +94,10 @@ def test_a_dead_worker_is_reported_and_replaced(workers):
     assert workers.run(sum_of_ranks, 1, 5) == [torch.tensor([5.0])]
 
 
+def test_a_single_world_reduces_over_itself(single_world):
+    assert sum_of_ranks(single_world, 7) == torch.tensor([7.0])
+
+
 def test_nested_functions_and_too_many_ranks_are_refused(workers):
     with pytest.raises(ValueError, match="top level"):
         workers.run(lambda world: None, 1)

@@ -98,7 +98,14 @@ def assert_relatively_close(found: dict[str, Tensor], expected: dict[str, Tensor
     """Compare tensor by tensor: norm of the difference over the norm, which must not be zero."""
     assert sorted(found) == sorted(expected)
     errors = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
-    assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
+    too_large = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not too_large, too_large
+
+
+def whole_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the norm of the difference over the norm, of all tensors as one vector."""
+    difference = torch.stack([(found[name] - expected[name]).norm() for name in expected]).norm()
+    return float(difference / torch.stack([tensor.norm() for tensor in expected.values()]).norm())
 
 
 class Records(logging.Handler):

@@ -14,6 +14,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -27,8 +28,8 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).parents[1]
 
-# Imported once, by the server that the workers are forked from; conftest first: it prepares megatron-core's import.
-PRELOADED = ("tests.conftest", "parallel.model", "parallel.optimizer")
+# Imported once, by the server that the workers are forked from.
+PRELOADED = ("pytest", "parallel.model", "parallel.optimizer")
 
 START_SECONDS = 180.0
 STOP_SECONDS = 10.0
@@ -198,6 +199,7 @@ def _serve(connection: Connection, log_file: Path) -> None:
     with log_file.open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    threading.Thread(target=_exit_with_pool, daemon=True).start()
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides
     from parallel.cpu import adapt_megatron
@@ -207,6 +209,14 @@ def _serve(connection: Connection, log_file: Path) -> None:
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             _answer(connection, *pickle.loads(connection.recv_bytes()))
+
+
+def _exit_with_pool() -> None:
+    """Leave no process behind when pytest is killed during a job."""
+    pool_process = multiprocessing.parent_process()
+    assert pool_process is not None
+    pool_process.join()
+    os._exit(1)
 
 
 def _answer(connection: Connection, rank: int, job: Job) -> None:
@@ -239,7 +249,9 @@ def _run(stack: contextlib.ExitStack, rank: int, job: Job) -> Any:
     stack.callback(dist.destroy_process_group)
     stack.callback(parallel_state.destroy_model_parallel)
     world = World(rank, job.world_size, local_rank=rank, device=torch.device("cpu"), launcher="workers")
-    return vars(module)[name](world, *args)
+    result = vars(module)[name](world, *args)
+    stack.callback(dist.barrier)  # before the groups end: other ranks may still be connecting to them
+    return result
 
 
 @functools.cache

@@ -1,8 +1,17 @@
-"""Fixtures of the tests here."""
+"""Fixtures of the tests of training: tiny models, and a tiny run with all its files."""
+
+from types import SimpleNamespace
 
 import pytest
 
 from tests.megarl.small_run import SmallRun, write_small_run
+from tests.tiny_model import write_tiny_qwens
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen(tmp_path_factory) -> SimpleNamespace:
+    """Folders of the tiny models, see `write_tiny_qwens`."""
+    return write_tiny_qwens(tmp_path_factory.mktemp("tiny qwen"))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A complete run in a folder: a tiny model with many stop ids, prompts, a reward rule, and the config that names them."""
+"""A complete run in a folder: a tiny model with many stop ids, prompts, reward rules, and the config of it all."""
 
 import json
 from dataclasses import dataclass, replace
@@ -13,14 +13,14 @@ from parallel.mesh import Layout
 from parallel.optimizer import OptimizerSettings
 
 STOPS = (*range(60), 319)
-"""A fresh model draws ids almost evenly from 320: with 60 stop ids, about two responses of 6 tokens in three end early."""
+"""A fresh model draws from 320 ids almost evenly: with 61 stop ids, two in three responses of 6 tokens end early."""
 
-REWARDS = '''
+REWARDS = """
 from pathlib import Path
 
 def parity(prompt, response, answer):
     with Path(__file__).with_suffix(".calls").open("a") as calls:
-        calls.write(f"{prompt}|{answer}\\\\n")
+        calls.write(f"{prompt}|{answer}\\n")
     return len(response) % 2
 
 def right(prompt, response, answer):
@@ -28,7 +28,7 @@ def right(prompt, response, answer):
 
 def length(prompt, response, answer):
     return len(response)
-'''
+"""
 
 
 @dataclass(frozen=True)

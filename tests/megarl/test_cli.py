@@ -80,8 +80,9 @@ def test_a_wrong_value_is_named_with_its_flag(capsys, arguments, message):
         (train_sft.main, "--temperature 1", "unrecognized arguments: --temperature 1"),
     ],
 )
-def test_examples_end_with_status_2_and_the_reason(small_run, capsys, monkeypatch, main, arguments, message):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--model", str(small_run.folder / "model"), *arguments.split()])
+def test_examples_end_with_status_2_and_the_reason(small_run, tmp_path, capsys, monkeypatch, main, arguments, message):
+    folders = ["--model", str(small_run.folder / "model"), "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["train.py", *folders, *arguments.split()])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2

@@ -49,7 +49,11 @@ def test_wrong_run_settings_are_named_with_what_is_allowed(small_run, tmp_path, 
         ("max_new_tokens", 497, r"max_prompt_tokens \+ max_new_tokens: got 513, allowed by the model: at most 512"),
         ("prompts", Path("no.jsonl"), "^prompts: there is no file 'no.jsonl'"),
         ("eval_prompts", Path("no.jsonl"), "^eval_prompts: there is no file 'no.jsonl'"),
-        ("reward", "best", "reward is 'best'; allowed: exact_match, sorted_digits, module:function or file.py:function"),
+        (
+            "reward",
+            "best",
+            "reward is 'best'; allowed: exact_match, sorted_digits, module:function or file.py:function",
+        ),
     ],
 )
 def test_wrong_rollout_settings_are_named_with_what_is_allowed(small_run, tmp_path, field, value, message):
@@ -80,7 +84,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(small_run,
 
 def test_a_folder_with_a_trained_model_is_not_overwritten(small_run, tmp_path):
     (tmp_path / "hf").mkdir()
-    with pytest.raises(ValueError, match="output: .* already holds a trained model, allowed: another folder"):
+    with pytest.raises(ValueError, match=r"output: .* already holds a trained model, allowed: another folder"):
         small_run.config(tmp_path).check(world_size=1)
 
 
@@ -88,7 +92,7 @@ def test_demonstrations_are_checked(small_run, tmp_path):
     run, layout = small_run.config(tmp_path).run, Layout()
     config = SFTConfig(run, DemonstrationSettings(small_run.folder / "train.jsonl"), layout, OptimizerSettings())
     assert config.check(world_size=1).num_layers == 4
-    with pytest.raises(ValueError, match="demonstrations: there is no file 'no.jsonl'"):
+    with pytest.raises(ValueError, match=r"demonstrations: there is no file 'no\.jsonl'"):
         replace(config, data=DemonstrationSettings(Path("no.jsonl"))).check(world_size=1)
     with pytest.raises(ValueError, match="batch_size: got 0, allowed: from 1"):
         replace(config, data=replace(config.data, batch_size=0)).check(world_size=1)

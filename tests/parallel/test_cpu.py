@@ -94,9 +94,7 @@ def test_megatrons_functions_are_not_compiled():
 
 def test_the_stand_in_for_triton_is_gone_once_the_module_is_loaded(tmp_path):
     file = tmp_path / "kernels.py"
-    file.write_text(
-        "import triton\nimport triton.language as tl\n\n@triton.jit\ndef kernel(x, SIZE: tl.constexpr):\n    tl.store(x)\n"
-    )
+    file.write_text("import triton\nimport triton.language as tl\n@triton.jit\ndef kernel(x: tl.constexpr): ...\n")
     module = type(sys)("kernels")
     _TritonLoader("kernels", str(file)).exec_module(module)
     assert callable(module.kernel)
@@ -251,5 +249,5 @@ def test_ranks_train_like_one_process(workers, world_size, tensor_size, pipeline
 def test_bf16_trains_alike_with_both_optimizers_that_keep_fp32_masters(workers):
     distributed, replicated = (workers.run(train, 1, 1, 1, torch.bfloat16, flag)[0] for flag in (True, False))
     (exact,) = workers.run(train, 1, 1, 1, torch.float32, True)
-    assert distributed == replicated
+    torch.testing.assert_close(torch.tensor(distributed), torch.tensor(replicated), rtol=1e-5, atol=0.0)
     torch.testing.assert_close(torch.tensor(distributed), torch.tensor(exact), rtol=3e-2, atol=0.0)

@@ -3,6 +3,7 @@
 Shapes: T tokens, Hq query heads, Hkv key/value heads, D head size.
 """
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -40,7 +41,7 @@ def one_at_a_time(query: Tensor, key: Tensor, value: Tensor, borders: tuple[int,
     repeat = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
     pieces = []
-    for start, end in zip(borders, borders[1:], strict=False):
+    for start, end in itertools.pairwise(borders):
         scores = torch.einsum("qhd,khd->hqk", query[start:end], key[start:end]) * SCALE
         later = torch.ones(end - start, end - start).triu(1).bool()
         weights = scores.masked_fill(later, -torch.inf).softmax(-1)

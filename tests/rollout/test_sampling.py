@@ -15,7 +15,7 @@ from rollout.sampling import SamplingParams, response_length, sample
 WHOLE = VocabShard(first=0, num_real=300, group=None, group_size=1)
 PROBABILITIES = (0.5, 0.3, 0.2)
 
-# Of each row's 300 logits in the layout tests, with TP1 and TP2: see `random_logits`.
+# With top-k 1 a tensor rank may be left without any id.
 VARIANTS = {
     "greedy": SamplingParams(temperature=0.0),
     "temperature 1": SamplingParams(),
@@ -140,7 +140,7 @@ def sample_on_rank(world, num_ids: int) -> dict[str, tuple[torch.Tensor, torch.T
     columns = padded_vocab_size(num_ids, mesh.tensor_size) // mesh.tensor_size
     first = mesh.tensor_rank * columns
     logits = random_logits(200, num_ids)
-    logits[:, 3] = logits[:, -1] = logits.amax(1) + 0.5  # a tie between the first shard and the last
+    logits[:50, 3] = logits[:50, -1] = logits[:50].amax(1) + 0.5  # a tie between the first shard and the last
     logits = logits[:, first : first + columns]
     shard = VocabShard(first, logits.shape[1], mesh.tensor_group, mesh.tensor_size)
     return {name: sample(logits, keys(200), params, shard) for name, params in VARIANTS.items()}
@@ -159,7 +159,7 @@ def test_tokens_do_not_depend_on_the_tensor_size(workers, num_ids, num_real):
         for name, (tokens, log_probs) in rank.items():
             assert torch.equal(tokens, alone[name][0]), name
             torch.testing.assert_close(log_probs, alone[name][1], rtol=0, atol=1e-5)
-    assert set(alone["greedy"][0].tolist()) == {3}
+    assert set(alone["greedy"][0][:50].tolist()) == {3}
     assert len(alone["temperature 1"][0].unique()) > 30
 
 
