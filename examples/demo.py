@@ -35,7 +35,7 @@ MIN_ACCURACY, MIN_RISE, MAX_SAMPLED_DIFFERENCE = 0.85, 0.5, 0.06
 def main() -> None:
     args = parse_arguments()
     folder, seed = args.output, str(args.seed)
-    num_sft, num_rl = (120, 20) if args.quick else (200, 120)
+    num_sft, num_rl = (120, 20) if args.quick else (240, 200)
     if folder.exists():
         shutil.rmtree(folder)
     make_tiny_qwen.main(["--out", str(folder / "tiny"), "--seed", seed])

@@ -15,7 +15,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write; made if it does not exist")
     parser.add_argument("--num-digits", type=int, default=6, help="digits to sort (default: %(default)s)")
-    parser.add_argument("--num-train", type=int, default=4096, help="training prompts (default: %(default)s)")
+    parser.add_argument("--num-train", type=int, default=8192, help="training prompts (default: %(default)s)")
     parser.add_argument("--num-heldout", type=int, default=512, help="held-out prompts (default: %(default)s)")
     parser.add_argument("--num-demonstrations", type=int, default=12800, help="demonstrations (default: %(default)s)")
     parser.add_argument("--right-fraction", type=float, default=0.5, help="share of right ones (default: %(default)s)")

@@ -27,7 +27,7 @@ TokenLoss = Callable[[Tensor, Tensor, TrainPack], tuple[Tensor, Metrics]]
 """(log_probs [N], entropy [N], pack) -> elementwise loss [N] and elementwise metrics [N]."""
 
 MAX_PREFIX = "max_"
-"""Metrics whose name begins so are reduced by maximum; all others are sums with the loss weights."""
+"""Metrics whose name begins so, of values from 0 up, are reduced by maximum; all others are weighted sums."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def run_script(folder: Path, script: str, num_processes: int) -> subprocess.Comp
     inherited = {name: value for name, value in os.environ.items() if name not in COMPLETE}
     return subprocess.run(
         [sys.executable, *(launcher if num_processes else []), str(path)],
-        env=inherited | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
+        env=inherited | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -37,7 +37,9 @@ GROUPS = [Request(10 + number, prompt, num_samples=3) for number, prompt in enum
 CALLS = {
     "greedy": Call([Request(number, prompt) for number, prompt in enumerate(PROMPTS)], GREEDY, score=True),
     "sampled": Call(GROUPS, SAMPLED, score=True),
-    "temperature 0.6, top-p 0.8": Call(GROUPS, replace(SAMPLED, temperature=0.6, top_p=0.8), score=True),
+    "temperature 0.6, top-p 0.8": Call(
+        GROUPS, replace(SAMPLED, temperature=0.6, top_p=0.8, prompt_log_probs=True), score=True
+    ),
     "waves of 4": Call(GROUPS, SAMPLED, max_sequences=4),
     "small prefills": Call(GROUPS, SAMPLED, max_prefill_tokens=6),
     "prompt log-probs": Call(GROUPS, replace(SAMPLED, prompt_log_probs=True)),
@@ -132,14 +134,15 @@ def test_samples_of_a_group_differ(on_one_rank):
     assert len({tuple(response) for response in tokens}) == len(tokens)
 
 
-def test_prompt_log_probs_equal_transformers(on_all_ranks, folder):
+@pytest.mark.parametrize(("name", "temperature"), [("prompt log-probs", 1.0), ("temperature 0.6, top-p 0.8", 0.6)])
+def test_prompt_log_probs_equal_transformers(on_all_ranks, folder, name, temperature):
     model = load_transformers(folder)
     for prompt, group in zip(PROMPTS, range(0, 15, 3), strict=True):
         with torch.no_grad():
-            scores = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+            scores = (model(torch.tensor([prompt])).logits[0, :-1] / temperature).log_softmax(-1)
         expected = scores.gather(1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None])[:, 0]
         for rank in on_all_ranks:
-            for completion in rank["prompt log-probs"].completions[group : group + 3]:
+            for completion in rank[name].completions[group : group + 3]:
                 torch.testing.assert_close(completion.prompt_log_probs, expected, rtol=0, atol=1e-5)
     assert all(c.prompt_log_probs is None for rank in on_all_ranks for c in rank["sampled"].completions)
 
