@@ -50,7 +50,8 @@ def parse(description: str, sections: Sequence[Any], arguments: Sequence[str] | 
 
     Returns: one instance per section, in order. Wrong flags or values end the process with status 2 and the reason.
     """
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False, formatter_class=raw)
     for section in sections:
         add_flags(parser, section)
     parsed = parser.parse_args(arguments)
