@@ -13,8 +13,8 @@ from typing import Any
 
 from common import CASES, Case, finish, make_parser, print_table, run_example
 
-BAR = 0.4
-"""Least rise of the accuracy, on every layout."""
+BAR = 0.5
+"""Least rise of the accuracy on every layout, with the default number of steps (0.69 to 0.72 were seen)."""
 SFT_FLAGS = ("--num-steps", "200", "--lr", "3e-3", "--lr-warmup-steps", "20")
 OPTIMIZER_FLAGS = ("--weight-decay", "0", "--adam-beta2", "0.98")
 MINI_BATCHES_PER_STEP = 4  # the default of examples/train_grpo.py
