@@ -36,8 +36,7 @@ def main() -> None:
     args = parse_arguments()
     folder, seed = args.output, str(args.seed)
     num_sft, num_rl = (120, 20) if args.quick else (240, 200)
-    if folder.exists():
-        shutil.rmtree(folder)
+    make_room(folder)
     make_tiny_qwen.main(["--out", str(folder / "tiny"), "--seed", seed])
     make_sort_data.main(["--out", str(folder / "data"), "--seed", seed])
     torchrun(args.nproc, "train_sft.py", folder / "tiny", folder / "sft", seed, [
@@ -52,6 +51,17 @@ def main() -> None:
         *("--lr-decay-start", 4 * num_rl * 3 // 10, "--lr-decay-steps", 4 * num_rl),
     ])  # fmt: skip
     finish(folder, args)
+
+
+def make_room(folder: Path) -> None:
+    """Remove the last demo from the folder; ends the demo if the folder is not of its making."""
+    marker = folder / "made_by_demo"
+    if folder.exists() and any(folder.iterdir()) and not marker.exists():
+        sys.exit(f"error: --output {folder} holds other files, allowed: a new folder or one of an earlier demo")
+    if marker.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    marker.touch()
 
 
 def parse_arguments() -> argparse.Namespace:

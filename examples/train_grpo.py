@@ -1,6 +1,7 @@
 """Train a Qwen policy with GRPO on prompts with verifiable answers.
 
-    torchrun --nproc-per-node 2 examples/train_grpo.py --model runs/sft/hf --prompts runs/data/train.jsonl
+    torchrun --nproc-per-node 2 examples/train_grpo.py --model runs/sft/hf --prompts runs/data/train.jsonl \\
+        --max-prompt-tokens 40 --max-new-tokens 8 --lr 7e-4
     torchrun --nproc-per-node 8 examples/train_grpo.py --model DIR --prompts FILE --dtype bf16 \\
         --tensor-model-parallel-size 2 --sequence-parallel --lr 1e-6
 
@@ -12,7 +13,7 @@ from megarl.cli import checked, parse
 from megarl.config import PolicyConfig, RolloutSettings, RunSettings
 from megarl.recipes import GRPO
 from megarl.trainer import train_policy
-from parallel.launch import detect_world, running
+from parallel.launch import running
 from parallel.mesh import Layout
 from parallel.optimizer import OptimizerSettings
 
@@ -21,8 +22,7 @@ def main() -> None:
     sections = [RunSettings(), RolloutSettings(), Layout(), OptimizerSettings()]
     run, rollout, layout, optimizer = parse(__doc__, sections)
     config = PolicyConfig(run, rollout, layout, optimizer, recipe=GRPO)
-    world = detect_world()
-    shape = checked(config, world)
+    world, shape = checked(config)
     with running(world, run.timeout_seconds):
         train_policy(config, shape, world)
 

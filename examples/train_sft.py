@@ -6,7 +6,7 @@ torchrun --nproc-per-node 2 examples/train_sft.py --model runs/tiny --demonstrat
 from megarl.cli import checked, parse
 from megarl.config import DemonstrationSettings, RunSettings, SFTConfig
 from megarl.sft import train_sft
-from parallel.launch import detect_world, running
+from parallel.launch import running
 from parallel.mesh import Layout
 from parallel.optimizer import OptimizerSettings
 
@@ -15,8 +15,7 @@ def main() -> None:
     sections = [RunSettings(), DemonstrationSettings(), Layout(), OptimizerSettings()]
     run, data, layout, optimizer = parse(__doc__, sections)
     config = SFTConfig(run, data, layout, optimizer)
-    world = detect_world()
-    shape = checked(config, world)
+    world, shape = checked(config)
     with running(world, run.timeout_seconds):
         train_sft(config, shape, world)
 

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from megarl.config import PolicyConfig, SFTConfig
-from parallel.launch import World
+from parallel.launch import World, detect_world
 from parallel.qwen import QwenShape
 
 Settings = TypeVar("Settings")
+Config = PolicyConfig | SFTConfig
 
 
 def add_flags(parser: argparse.ArgumentParser, defaults: Any) -> None:
@@ -61,14 +62,17 @@ def parse(description: str, sections: Sequence[Any], arguments: Sequence[str] | 
         parser.error(str(error))
 
 
-def checked(config: PolicyConfig | SFTConfig, world: World) -> QwenShape:
-    """Check a config before any process group exists; a wrong value ends the process with status 2 and the reason,
-    which rank 0 prints."""
+def checked(config: Config) -> tuple[World, QwenShape]:
+    """Find this process's world and check a config for it, before any process group exists.
+
+    A wrong value ends the process with status 2; every rank prints the reason, since the launcher ends the others as
+    soon as one has ended.
+    """
     try:
-        return config.check(world.world_size)
+        world = detect_world()
+        return world, config.check(world.world_size)
     except ValueError as error:
-        if world.rank == 0:
-            sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {error}\n")
         raise SystemExit(2) from None
 
 

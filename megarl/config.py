@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from megarl.data.prompts import read_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.recipes import Recipe
 from megarl.rewards.scoring import load_reward
@@ -20,6 +23,7 @@ from parallel.mesh import Layout
 from parallel.optimizer import OptimizerSettings
 from parallel.options import option
 from parallel.qwen import QwenShape, read_shape
+from parallel.weights import check_hf
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -53,9 +57,26 @@ class RunSettings:
         check_wandb(self.wandb)
         if not (self.model / "config.json").is_file():
             raise ValueError(f"model: got {str(self.model)!r}, allowed: a folder with a config.json")
-        if (self.output / "hf").exists():
-            raise ValueError(f"output: {str(self.output)!r} already holds a trained model, allowed: another folder")
-        return read_shape(self.model)
+        _finite(self)
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed: got {self.seed}, allowed: 64-bit integers")
+        self._check_output()
+        shape = read_shape(self.model)
+        check_hf(self.model, shape)
+        return shape
+
+    def _check_output(self) -> None:
+        if any((self.output / name).exists() for name in ("hf", "metrics.jsonl")):
+            raise ValueError(f"output: {str(self.output)!r} already holds a run, allowed: another folder")
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+            writable = os.access(self.output, os.W_OK)
+        except OSError as error:
+            raise ValueError(
+                f"output: got {str(self.output)!r}, allowed: a folder that can be made ({error})"
+            ) from error
+        if not writable:
+            raise ValueError(f"output: got {str(self.output)!r}, allowed: a folder that can be written to")
 
 
 @dataclass(frozen=True)
@@ -75,7 +96,6 @@ class RolloutSettings:
     max_prompt_tokens: int = option(512, "longer prompts are left out, in tokens")
     max_new_tokens: int = option(256, "limit of a response, in tokens")
     temperature: float = option(1.0, "of sampling and of all log-probs; above 0")
-    top_p: float = option(1.0, "nucleus mass")
     max_sequences: int = option(256, "responses decoded at a time by one model replica (bounds the KV cache)")
     max_generation_rounds: int = option(10, "of a step, when the recipe drops groups")
     num_mini_batches: int = option(4, "optimizer steps of a step, each on its own groups")
@@ -92,10 +112,8 @@ class RolloutSettings:
             raise ValueError(
                 f"num_mini_batches: got {self.num_mini_batches}, allowed: 1 to prompts_per_step {self.prompts_per_step}"
             )
-        if not self.temperature > 0:
-            raise ValueError(f"temperature: got {self.temperature}, allowed in training: above 0")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: got {self.top_p}, allowed: above 0, at most 1")
+        if not 0.01 <= self.temperature <= 100:
+            raise ValueError(f"temperature: got {self.temperature}, allowed in training: 0.01 to 100")
         if self.context_length > shape.max_position_embeddings:
             raise ValueError(
                 f"max_prompt_tokens + max_new_tokens: got {self.context_length}, allowed by the model: "
@@ -109,6 +127,8 @@ class RolloutSettings:
         for name, path in (("prompts", self.prompts), ("eval_prompts", self.eval_prompts)):
             if path is not None and not path.is_file():
                 raise ValueError(f"{name}: there is no file {str(path)!r}")
+            if path is not None:
+                read_prompts(path)
         load_reward(self.reward)
 
     @property
@@ -137,7 +157,15 @@ class PolicyConfig:
         self.layout.check(shape, world_size)
         self.rollout.check(shape, self.run.max_tokens_per_pack)
         check_vocabulary(self.run.model, shape)
+        self._check_group_size()
         return shape
+
+    def _check_group_size(self) -> None:
+        size = self.rollout.group_size
+        try:
+            self.recipe.advantage(torch.zeros(size), torch.zeros(size, dtype=torch.int64))
+        except ValueError as error:
+            raise ValueError(f"group_size: got {size}, not allowed by recipe {self.recipe.name}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -198,6 +226,13 @@ def _at_least(settings: Any, **bounds: int) -> None:
     for name, bound in bounds.items():
         if getattr(settings, name) < bound:
             raise ValueError(f"{name}: got {getattr(settings, name)}, allowed: from {bound}")
+
+
+def _finite(settings: Any) -> None:
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{field.name}: got {value}, allowed: finite numbers")
 
 
 def _one_of(settings: Any, **choices: tuple[str, ...]) -> None:

@@ -52,7 +52,7 @@ def draw_curves(run_folder: Path, title: str) -> Path:
         axis.set_xlabel("step", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
-        if name == "score":
+        if name == "score" and all(0 <= record.get("score", 0) <= 1 for record in records.values()):
             axis.set_ylim(0, 1.02)
         if name == "on_policy_gap":
             axis.set_yscale("log")

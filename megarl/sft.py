@@ -17,8 +17,9 @@ from megarl.data.prompts import order
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 from megarl.logs import log_to
 from megarl.progress import Progress
+from megarl.report import draw_curves
 from megarl.tracking import Tracker
-from megarl.updates import sft_token_loss, update
+from megarl.updates import count_skipped, sft_token_loss, update
 from parallel.launch import World
 from parallel.mesh import build_mesh
 from parallel.model import build_model
@@ -36,7 +37,7 @@ def train_sft(config: SFTConfig, shape: QwenShape, world: World) -> dict[str, fl
     """
     run = config.run
     log_to(run.output, world.rank)
-    mesh = build_mesh(config.layout, world)
+    mesh = build_mesh(config.layout, world, run.timeout_seconds)
     plain = to_plain(config)
     logger.info("config: %s", json.dumps(plain, indent=2))
     if mesh.rank == 0:
@@ -45,10 +46,12 @@ def train_sft(config: SFTConfig, shape: QwenShape, world: World) -> dict[str, fl
     stop = tokenizer.eos_token_id
     stop = stop_token_ids(tokenizer, run.model)[0] if stop is None else stop
     demonstrations = read_demonstrations(config.data.demonstrations, tokenizer, stop)
+    check_lengths(demonstrations, min(run.max_tokens_per_pack, shape.max_position_embeddings))
     policy = Trainable(build_model(shape, mesh, DTYPES[run.dtype]), mesh, config.optimizer)
     policy.load_hf(run.model, seed=run.seed)
     started = time.perf_counter()
     metrics: dict[str, float] = {}
+    num_skipped = 0
     with (
         Tracker(run.output, rank=mesh.rank, config=plain, wandb_mode=run.wandb) as tracker,
         Progress("sft", run.num_steps, rank=mesh.rank, interval_seconds=run.progress_seconds) as progress,
@@ -60,12 +63,25 @@ def train_sft(config: SFTConfig, shape: QwenShape, world: World) -> dict[str, fl
             counts = count_globally(mine, mesh)
             packs = build_packs(mine, run.max_tokens_per_pack, token_mean, counts, mesh)
             metrics = update(policy, packs, counts, sft_token_loss, step)
+            num_skipped = count_skipped(num_skipped, metrics, counts)
             tracker.log(step + 1, metrics)
             progress.update(step + 1, {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics})
         summary = {"training_seconds": time.perf_counter() - started, "final_loss": metrics.get("loss", float("nan"))}
         tracker.summarize({**summary, "world_size": mesh.world_size})
         export_hf(run.output / "hf", policy.models, mesh, source_folder=run.model)
+    if mesh.rank == 0:
+        draw_curves(run.output, f"sft: {run.output.name}")
     return summary
+
+
+def check_lengths(demonstrations: Sequence[Demonstration], max_tokens: int) -> None:
+    """Raise ValueError unless every demonstration fits into a pack and into the model's context, in tokens."""
+    longest = max(len(demonstration.prompt) + len(demonstration.response) for demonstration in demonstrations)
+    if longest > max_tokens:
+        raise ValueError(
+            f"demonstrations: the longest has {longest} tokens, "
+            f"allowed by max_tokens_per_pack and the model: {max_tokens}"
+        )
 
 
 def batch_of(demonstrations: Sequence[Demonstration], step: int, batch_size: int, seed: int) -> list[Sample]:

@@ -26,7 +26,7 @@ from megarl.report import draw_curves
 from megarl.responses import Responder
 from megarl.rewards.scoring import load_reward
 from megarl.tracking import Tracker
-from megarl.updates import PolicyTokenLoss, reference_log_probs, update
+from megarl.updates import PolicyTokenLoss, count_skipped, reference_log_probs, update
 from parallel.launch import World
 from parallel.mesh import Mesh, build_mesh
 from parallel.model import QwenModel, build_model
@@ -37,9 +37,6 @@ from rollout.engine import Engine
 from rollout.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-MAX_SKIPPED_STEPS = 10
-"""Optimizer steps in a row that may be skipped for a non-finite loss or gradient before the run stops."""
 
 
 @dataclass
@@ -70,7 +67,6 @@ class PolicyTrainer:
         self.responder = Responder(engine, mesh, self.tokenizer, reward, rollout.require_finished)
         self.sampling = SamplingParams(
             temperature=rollout.temperature,
-            top_p=rollout.top_p,
             max_new_tokens=rollout.max_new_tokens,
             stop_token_ids=stop_token_ids(self.tokenizer, run.model),
             seed=run.seed,
@@ -182,11 +178,7 @@ class PolicyTrainer:
             self.policy, packs, counts, PolicyTokenLoss(recipe), self.state.optimizer_step, temperature=temperature
         )
         self.state.optimizer_step += int(metrics["applied"])
-        self.state.num_skipped = 0 if metrics["applied"] or not counts.num_tokens else self.state.num_skipped + 1
-        if self.state.num_skipped >= MAX_SKIPPED_STEPS:
-            raise RuntimeError(
-                f"{self.state.num_skipped} optimizer steps in a row had a loss or gradient that was not finite"
-            )
+        self.state.num_skipped = count_skipped(self.state.num_skipped, metrics, counts)
         return metrics
 
     def _with_reference(self, packs: Sequence[TrainPack], temperature: float) -> list[TrainPack]:
@@ -211,7 +203,7 @@ def _mean_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     if not updates:
         return {}
     metrics = {}
-    for name in updates[0]:
+    for name in sorted(set().union(*updates)):
         values = [update[name] for update in updates if name in update]
         metrics[name] = sum(values) / len(values)
     if "max_log_ratio" in updates[0]:
@@ -229,7 +221,7 @@ def train_policy(config: PolicyConfig, shape: QwenShape, world: World) -> dict[s
     """
     run = config.run
     log_to(run.output, world.rank)
-    mesh = build_mesh(config.layout, world)
+    mesh = build_mesh(config.layout, world, run.timeout_seconds)
     plain = to_plain(config)
     logger.info("config: %s", json.dumps(plain, indent=2))
     if mesh.rank == 0:

@@ -26,6 +26,9 @@ Metrics = dict[str, Tensor]
 TokenLoss = Callable[[Tensor, Tensor, TrainPack], tuple[Tensor, Metrics]]
 """(log_probs [N], entropy [N], pack) -> elementwise loss [N] and elementwise metrics [N]."""
 
+MAX_SKIPPED_STEPS = 10
+"""Optimizer steps in a row that may be skipped for a non-finite loss or gradient before the run stops."""
+
 MAX_PREFIX = "max_"
 """Metrics whose name begins so, of values from 0 up, are reduced by maximum; all others are weighted sums."""
 
@@ -96,6 +99,19 @@ def update(
         return {**metrics, "grad_norm": math.nan, "applied": 0.0, "lr": lr}
     result = trainable.step(lr)
     return {**metrics, "grad_norm": result.grad_norm, "applied": float(result.applied), "lr": lr}
+
+
+def count_skipped(num_skipped: int, metrics: dict[str, float], counts: GlobalCounts) -> int:
+    """Return how many optimizer steps in a row were skipped for what is not finite, the one of `metrics` included.
+
+    Raises:
+        RuntimeError: `MAX_SKIPPED_STEPS` were.
+    """
+    if metrics["applied"] or not counts.num_tokens:
+        return 0
+    if num_skipped + 1 >= MAX_SKIPPED_STEPS:
+        raise RuntimeError(f"{num_skipped + 1} optimizer steps in a row had a loss or gradient that was not finite")
+    return num_skipped + 1
 
 
 def _reduce_tokens(name: str, values: Tensor, pack: TrainPack) -> Tensor:

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -66,8 +66,14 @@ def open_source(folder: str | Path) -> Iterator[Source]:
     """
     with ExitStack() as stack:
         paths = _weight_files(Path(folder))
-        files = {path.name: stack.enter_context(safe_open(path, framework="pt")) for path in paths}
-        yield Source(files)
+        yield Source({path.name: stack.enter_context(_open(path)) for path in paths})
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is broken: {error}") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:

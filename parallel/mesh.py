@@ -6,6 +6,7 @@ slowest.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,8 +204,11 @@ class Mesh:
         return items
 
 
-def build_mesh(layout: Layout, world: World) -> Mesh:
+def build_mesh(layout: Layout, world: World, timeout_seconds: float = 600.0) -> Mesh:
     """Make the process groups of `layout`; the default process group must be running (`parallel.launch.start`).
+
+    Args:
+        timeout_seconds: longest wait of one collective; megatron-core takes whole minutes, so it is rounded up.
 
     Raises:
         ValueError: the world is no multiple of the layout.
@@ -218,6 +222,7 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
         context_parallel_size=layout.context_parallel_size,
+        distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
     )
     # megatron-core forks named random streams around sequence-parallel layers; with dropout 0 nothing draws from them.
     model_parallel_cuda_manual_seed(0)

@@ -42,10 +42,10 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         for name in ("lr", "adam_eps", "clip_grad"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed: above 0")
         for name in ("weight_decay", "lr_warmup_steps", "lr_decay_start"):
-            if not getattr(self, name) >= 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed: from 0")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:

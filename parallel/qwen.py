@@ -89,8 +89,10 @@ def read_shape(folder: str | Path) -> QwenShape:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"model folder is {str(folder)!r}: it holds no config.json")
-    config = json.loads(path.read_text(encoding="utf-8"))
     try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds {type(config).__name__}; allowed: a JSON object")
         _refuse_unsupported(config)
         return _shape_from(config)
     except ValueError as error:

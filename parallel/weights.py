@@ -24,6 +24,17 @@ Key = tuple[str, ...]
 """Names of the Hugging Face tensors that one parameter is made of."""
 
 
+def check_hf(folder: str | Path, shape: QwenShape) -> None:
+    """Check that a folder's weight files are whole and hold every tensor of the model; reads only their headers.
+
+    Raises:
+        ValueError: a file is missing or broken, or a tensor is missing or has another shape.
+    """
+    expected = {name: size for rule in all_rules(shape, "lm").values() for name, size in rule.tensors.items()}
+    with open_source(folder) as source:
+        source.check(expected)
+
+
 @torch.no_grad()
 def import_hf(folder: str | Path, chunks: list[QwenModel], mesh: Mesh, seed: int = 0) -> None:
     """Copy the weights of a folder into this rank's chunks in place, cast to the parameters' dtype.

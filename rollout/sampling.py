@@ -62,10 +62,13 @@ class SamplingParams:
         return self.temperature or 1.0
 
     def check_for_training(self) -> None:
-        """Check that rollout log-probs are those of the policy that is trained.
+        """Check that responses have log-probs to train on.
+
+        With top-p or top-k both sides of the ratio score the whole distribution, so it starts at 1; the responses come
+        from a part of it.
 
         Raises:
-            ValueError: temperature 0, whose log-probs are of another distribution than the one sampled.
+            ValueError: temperature 0: greedy responses have no log-probs.
         """
         if self.temperature == 0:
             raise ValueError("temperature: got 0, allowed in training: above 0 (greedy responses have no log-probs)")

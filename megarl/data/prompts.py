@@ -152,14 +152,18 @@ def read_prompts(path: str | Path) -> list[PromptExample]:
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (place, object) for each line that is not blank, for example ("line 1", {...})."""
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
+    with path.open("rb") as lines:
+        for number, raw in enumerate(lines, start=1):
+            line = raw.decode("utf-8", errors="replace")
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: {line.strip()[:80]!r} is not JSON: {error}") from error
+                row = json.loads(raw)
+                json.dumps(row, ensure_ascii=False).encode("utf-8")  # refuses halves of surrogate pairs
+            except ValueError as error:
+                raise ValueError(
+                    f"{path}, line {number}: {line.strip()[:80]!r} is not JSON in UTF-8: {error}"
+                ) from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: the line is {line.strip()[:80]!r}; allowed: a JSON object")
             yield f"line {number}", row

@@ -87,7 +87,8 @@ class SentencePieceTokenizer:
         """
         if not skip_special_tokens:
             raise ValueError("skip_special_tokens is False; allowed with a sentencepiece model: True")
-        return self._model.decode(list(token_ids))
+        # A model's padded vocabulary has ids that the tokenizer lacks; like those of transformers they have no text.
+        return self._model.decode([token for token in token_ids if token < len(self)])
 
     def get_vocab(self) -> dict[str, int]:
         """Return piece -> id."""

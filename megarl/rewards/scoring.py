@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import math
 import numbers
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -64,7 +65,11 @@ def _load_file(path: Path, name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"reward is {name!r}: {str(path)!r} cannot be loaded: {error!r}") from error
     return module
 
 

@@ -3,12 +3,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from examples import train_grpo, train_sft
 from megarl.cli import checked, parse
 from megarl.config import DemonstrationSettings, RolloutSettings, RunSettings
-from parallel.launch import World
 from parallel.mesh import Layout
 from parallel.optimizer import OptimizerSettings
 
@@ -28,12 +26,13 @@ def test_no_flag_gives_the_defaults():
 
 
 def test_each_flag_reaches_its_field():
-    arguments = """--model models/a --seed 7 --dtype bf16 --timeout-seconds 1.5 --eval-prompts held.jsonl --top-p 0.9
+    arguments = """--model models/a --seed 7 --dtype bf16 --timeout-seconds 1.5 --eval-prompts held.jsonl
+        --temperature 0.9
         --no-require-finished --tensor-model-parallel-size 2 --virtual-pipeline-model-parallel-size 3
         --sequence-parallel --lr 3e-4 --lr-decay-style linear --lr-decay-steps 10"""
     run, rollout, layout, optimizer = parse("A test.", SECTIONS, arguments.split())
     assert run == RunSettings(model=Path("models/a"), seed=7, dtype="bf16", timeout_seconds=1.5)
-    assert rollout == RolloutSettings(eval_prompts=Path("held.jsonl"), top_p=0.9, require_finished=False)
+    assert rollout == RolloutSettings(eval_prompts=Path("held.jsonl"), temperature=0.9, require_finished=False)
     assert layout == Layout(2, virtual_pipeline_model_parallel_size=3, sequence_parallel=True)
     assert optimizer == OptimizerSettings(lr=3e-4, lr_decay_style="linear", lr_decay_steps=10)
 
@@ -73,7 +72,7 @@ def test_a_wrong_value_is_named_with_its_flag(capsys, arguments, message):
 @pytest.mark.parametrize(
     ("main", "arguments", "message"),
     [
-        (train_grpo.main, "--temperature 0", "error: temperature: got 0.0, allowed in training: above 0"),
+        (train_grpo.main, "--temperature 0", "error: temperature: got 0.0, allowed in training: 0.01 to 100"),
         (train_grpo.main, "--group-size 0", "error: group_size: got 0, allowed: from 1"),
         (train_grpo.main, "--tensor-model-parallel-size 3", "error: world size: got 1, allowed: multiples of tensor 3"),
         (train_sft.main, "--batch-size 0", "error: batch_size: got 0, allowed: from 1"),
@@ -89,10 +88,14 @@ def test_examples_end_with_status_2_and_the_reason(small_run, tmp_path, capsys, 
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_only_rank_zero_says_why(small_run, capsys, tmp_path):
+def test_a_wrong_config_or_environment_ends_with_status_2_and_the_reason(small_run, capsys, tmp_path, monkeypatch):
     config = small_run.config(tmp_path, rollout={"temperature": 0.0})
-    for rank, text in ((0, "error: temperature: got 0.0, allowed in training: above 0\n"), (1, "")):
-        with pytest.raises(SystemExit) as ended:
-            checked(config, World(rank, 2, rank, torch.device("cpu"), launcher="torchrun"))
-        assert ended.value.code == 2
-        assert capsys.readouterr().err == text
+    with pytest.raises(SystemExit) as ended:
+        checked(config)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: temperature: got 0.0, allowed in training: 0.01 to 100\n"
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        checked(config)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: environment: RANK=1 is set but ")

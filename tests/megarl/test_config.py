@@ -1,11 +1,12 @@
 import dataclasses
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megarl.config import DemonstrationSettings, PolicyConfig, SFTConfig, to_plain
+from megarl.config import DemonstrationSettings, PolicyConfig, SFTConfig, check_vocabulary, to_plain
 from megarl.recipes import DAPO
 from parallel.mesh import Layout
 from parallel.optimizer import OptimizerSettings
@@ -42,10 +43,9 @@ def test_wrong_run_settings_are_named_with_what_is_allowed(small_run, tmp_path, 
         ("eval_every", -1, "eval_every: got -1, allowed: from 0"),
         ("num_mini_batches", 0, "num_mini_batches: got 0, allowed: 1 to prompts_per_step 4"),
         ("num_mini_batches", 5, "num_mini_batches: got 5, allowed: 1 to prompts_per_step 4"),
-        ("temperature", 0.0, "temperature: got 0.0, allowed in training: above 0"),
-        ("temperature", float("nan"), "temperature: got nan, allowed in training: above 0"),
-        ("top_p", 0.0, "top_p: got 0.0, allowed: above 0, at most 1"),
-        ("top_p", 1.5, "top_p: got 1.5, allowed: above 0, at most 1"),
+        ("temperature", 0.0, "temperature: got 0.0, allowed in training: 0.01 to 100"),
+        ("temperature", float("nan"), "temperature: got nan, allowed in training: 0.01 to 100"),
+        ("group_size", 1, "group_size: got 1, not allowed by recipe grpo: a group needs at least 2 responses"),
         ("max_new_tokens", 497, r"max_prompt_tokens \+ max_new_tokens: got 513, allowed by the model: at most 512"),
         ("prompts", Path("no.jsonl"), "^prompts: there is no file 'no.jsonl'"),
         ("eval_prompts", Path("no.jsonl"), "^eval_prompts: there is no file 'no.jsonl'"),
@@ -72,19 +72,14 @@ def test_layout_is_checked_against_model_and_world(small_run, tmp_path):
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(small_run, tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    for path in (small_run.folder / "model").iterdir():
-        (model / path.name).write_bytes(path.read_bytes())
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(settings | {"vocab_size": 319}))
+    shape = small_run.config(tmp_path).check(world_size=1)
     with pytest.raises(ValueError, match="has id 319, allowed by vocab_size: below 319"):
-        small_run.config(tmp_path / "out", run={"model": model}).check(world_size=1)
+        check_vocabulary(small_run.folder / "model", replace(shape, vocab_size=319))
 
 
 def test_a_folder_with_a_trained_model_is_not_overwritten(small_run, tmp_path):
     (tmp_path / "hf").mkdir()
-    with pytest.raises(ValueError, match=r"output: .* already holds a trained model, allowed: another folder"):
+    with pytest.raises(ValueError, match=r"output: .* already holds a run, allowed: another folder"):
         small_run.config(tmp_path).check(world_size=1)
 
 
@@ -112,3 +107,57 @@ def test_plain_values_hold_every_field_and_are_json(small_run, tmp_path):
 def test_configs_are_frozen(small_run, tmp_path):
     with pytest.raises(dataclasses.FrozenInstanceError):
         small_run.config(tmp_path).run.seed = 1
+
+
+@pytest.mark.parametrize("content", [b"", b"{broken\n", b'{"prompt": "1>"}\n', b'{"prompt": "\xff", "answer": "1"}\n'])
+def test_broken_prompt_files_are_refused_before_anything_is_built(small_run, tmp_path, content):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"prompts\.jsonl"):
+        small_run.config(tmp_path / "run", rollout={"prompts": path}).check(world_size=1)
+
+
+def test_a_lone_surrogate_in_a_prompt_is_refused_with_its_line(small_run, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "\\ud800", "answer": "1"}\n')
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 1: "):
+        small_run.config(tmp_path / "run", rollout={"prompts": path}).check(world_size=1)
+
+
+def test_a_truncated_weight_file_is_named_before_anything_is_built(small_run, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(small_run.folder / "model", model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"model\.safetensors is broken"):
+        small_run.config(tmp_path / "run", run={"model": model}).check(world_size=1)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"model_type": '])
+def test_a_broken_model_config_is_named(small_run, tmp_path, content):
+    model = tmp_path / "model"
+    shutil.copytree(small_run.folder / "model", model)
+    (model / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"model/config\.json: "):
+        small_run.config(tmp_path / "run", run={"model": model}).check(world_size=1)
+
+
+def test_an_output_that_cannot_be_a_folder_is_refused(small_run, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"output: got .*file.*, allowed: a folder that can be made"):
+        small_run.config(tmp_path / "file").check(world_size=1)
+
+
+def test_a_folder_with_the_metrics_of_another_run_is_refused(small_run, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"output: .* already holds a run, allowed: another folder"):
+        small_run.config(tmp_path).check(world_size=1)
+
+
+def test_settings_that_are_not_finite_and_seeds_beyond_64_bits_are_refused(small_run, tmp_path):
+    for field, value in (("timeout_seconds", float("inf")), ("seed", 2**63)):
+        with pytest.raises(ValueError, match=f"{field}: got "):
+            small_run.config(tmp_path, run={field: value}).check(world_size=1)
+    for field in ("lr", "adam_eps", "weight_decay"):
+        with pytest.raises(ValueError, match=f"{field}: got inf"):
+            OptimizerSettings(**{field: float("inf")})

@@ -11,7 +11,8 @@ from megarl.config import PolicyConfig
 from megarl.data.prompts import PromptExample, user_message, write_prompts
 from megarl.recipes import DAPO, GRPO, KLTerm
 from megarl.shaping import soft_overlong
-from megarl.trainer import MAX_SKIPPED_STEPS, PolicyTrainer, train_policy
+from megarl.trainer import PolicyTrainer, train_policy
+from megarl.updates import MAX_SKIPPED_STEPS
 from parallel.hf_folder import open_source
 from parallel.mesh import Layout, build_mesh
 
@@ -37,7 +38,7 @@ def take_steps(world, config: PolicyConfig) -> list[dict[str, float]]:
 def with_kl(small_run, output, layout: Layout | None = None, **run) -> PolicyConfig:
     """GRPO with a reference model, at a temperature and a nucleus of its own."""
     recipe = replace(GRPO, kl=KLTerm(0.04))
-    return small_run.config(output, layout=layout, recipe=recipe, run=run, rollout={"temperature": 0.7, "top_p": 0.9})
+    return small_run.config(output, layout=layout, recipe=recipe, run=run, rollout={"temperature": 0.7})
 
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS.values(), ids=LAYOUTS)

@@ -10,7 +10,7 @@ import torch
 from megarl.aggregation import GlobalCounts, token_mean
 from megarl.batch import TrainPack
 from megarl.recipes import GRPO, KLTerm
-from megarl.updates import PolicyTokenLoss, reduce_metrics, reference_log_probs, sft_token_loss, update
+from megarl.updates import PolicyTokenLoss, count_skipped, reduce_metrics, reference_log_probs, sft_token_loss, update
 from parallel.mesh import Layout, build_mesh
 from parallel.pack import pack_sequences
 from tests.megarl.small_batches import PROMPT, UNCLIPPED, build, make_samples, packs_and_counts
@@ -198,3 +198,12 @@ def entropies_of_transformers(folder: Path) -> list[float]:
         table = torch.cat(tables)
         means.append(float(-(table.exp() * table).sum(-1).mean()))
     return means
+
+
+def test_the_tenth_optimizer_step_in_a_row_that_is_not_finite_stops_the_run():
+    skipped, applied, counts = {"applied": 0.0}, {"applied": 1.0}, GlobalCounts(num_tokens=3, num_sequences=1)
+    assert count_skipped(8, skipped, counts) == 9
+    assert count_skipped(9, applied, counts) == 0
+    assert count_skipped(9, skipped, GlobalCounts(num_tokens=0, num_sequences=0)) == 0  # nothing to train on: no fault
+    with pytest.raises(RuntimeError, match="10 optimizer steps in a row"):
+        count_skipped(9, skipped, counts)

@@ -154,3 +154,9 @@ def test_stop_ids_that_are_no_ids_are_refused(tiny, tmp_path, value):
     write_json(tmp_path / "generation_config.json", {"eos_token_id": value})
     with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id is .*allowed"):
         stop_token_ids(tiny, tmp_path)
+
+
+def test_sentencepiece_gives_no_text_to_ids_that_only_the_padded_vocabulary_has(sentencepiece_file):
+    tokenizer = load_tokenizer(sentencepiece_file)
+    ids = tokenizer.encode("a b")
+    assert tokenizer.decode([*ids, len(tokenizer), 10**6]) == tokenizer.decode(ids)

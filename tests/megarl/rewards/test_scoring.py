@@ -81,3 +81,16 @@ def test_an_error_inside_the_rule_names_the_prompt_and_keeps_its_cause():
     with pytest.raises(RuntimeError, match="prompt 9: IndexError") as error:
         score_response(first_number, 9, "p", "", "7")
     assert isinstance(error.value.__cause__, IndexError)
+
+
+def test_a_reward_file_may_hold_dataclasses_and_a_broken_one_is_named(tmp_path):
+    rules = tmp_path / "rules_with_dataclass.py"
+    rules.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
+        "@dataclass\nclass Weights:\n    right: float = 2.0\n\n"
+        "def score(prompt, response, answer):\n    return Weights().right\n"
+    )
+    assert load_reward(f"{rules}:score")("", "", "") == 2.0
+    rules.write_text("def score(prompt, response, answer:\n")
+    with pytest.raises(ValueError, match=r"rules_with_dataclass\.py' cannot be loaded: SyntaxError"):
+        load_reward(f"{rules}:score")
