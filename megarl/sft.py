@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -11,17 +10,16 @@ import torch
 
 from megarl.aggregation import token_mean
 from megarl.batch import Sample, balance, build_packs, count_globally
-from megarl.config import DTYPES, SFTConfig, to_plain
+from megarl.config import DTYPES, SFTConfig
 from megarl.data.demonstrations import Demonstration, read_demonstrations
 from megarl.data.prompts import order
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
-from megarl.logs import log_to
 from megarl.progress import Progress
 from megarl.report import draw_curves
+from megarl.run_folder import begin_run
 from megarl.tracking import Tracker
 from megarl.updates import count_skipped, sft_token_loss, update
 from parallel.launch import World
-from parallel.mesh import build_mesh
 from parallel.model import build_model
 from parallel.optimizer import Trainable
 from parallel.qwen import QwenShape
@@ -36,12 +34,7 @@ def train_sft(config: SFTConfig, shape: QwenShape, world: World) -> dict[str, fl
     Returns: the summary's numbers, on all ranks.
     """
     run = config.run
-    log_to(run.output, world.rank)
-    mesh = build_mesh(config.layout, world, run.timeout_seconds)
-    plain = to_plain(config)
-    logger.info("config: %s", json.dumps(plain, indent=2))
-    if mesh.rank == 0:
-        (run.output / "config.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+    mesh, plain = begin_run(config, world)
     tokenizer = load_tokenizer(run.model)
     stop = tokenizer.eos_token_id
     stop = stop_token_ids(tokenizer, run.model)[0] if stop is None else stop

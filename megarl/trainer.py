@@ -6,7 +6,6 @@ that filtering, advantages and balancing are the same deterministic computation 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -16,19 +15,19 @@ from itertools import pairwise
 import torch
 
 from megarl.batch import Sample, TrainPack, balance, build_packs, count_globally
-from megarl.config import DTYPES, PolicyConfig, to_plain
+from megarl.config import DTYPES, PolicyConfig
 from megarl.data.prompts import PromptSource
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 from megarl.evaluate import Evaluator
-from megarl.logs import log_to
 from megarl.progress import Progress
 from megarl.report import draw_curves
 from megarl.responses import Responder
 from megarl.rewards.scoring import load_reward
+from megarl.run_folder import begin_run
 from megarl.tracking import Tracker
 from megarl.updates import PolicyTokenLoss, count_skipped, reference_log_probs, update
 from parallel.launch import World
-from parallel.mesh import Mesh, build_mesh
+from parallel.mesh import Mesh
 from parallel.model import QwenModel, build_model
 from parallel.optimizer import Trainable
 from parallel.qwen import QwenShape
@@ -220,12 +219,7 @@ def train_policy(config: PolicyConfig, shape: QwenShape, world: World) -> dict[s
     Returns: the summary's numbers, on all ranks.
     """
     run = config.run
-    log_to(run.output, world.rank)
-    mesh = build_mesh(config.layout, world, run.timeout_seconds)
-    plain = to_plain(config)
-    logger.info("config: %s", json.dumps(plain, indent=2))
-    if mesh.rank == 0:
-        (run.output / "config.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+    mesh, plain = begin_run(config, world)
     trainer = PolicyTrainer(config, shape, mesh)
     evaluator = trainer.evaluator()
     summary: dict[str, float] = {}

@@ -1,0 +1,46 @@
+"""The start of a run: its mesh, its folder with `config.json`, and a log file for each rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from megarl.config import PolicyConfig, SFTConfig, to_plain
+from parallel.launch import World
+from parallel.mesh import Mesh, build_mesh
+
+logger = logging.getLogger(__name__)
+
+
+def begin_run(config: PolicyConfig | SFTConfig, world: World) -> tuple[Mesh, dict[str, Any]]:
+    """Start logging, build the mesh and write the config, whole, to log and run folder.
+
+    Returns: the mesh, and the config as plain JSON values.
+    """
+    run = config.run
+    log_to(run.output, world.rank)
+    mesh = build_mesh(config.layout, world, run.timeout_seconds)
+    plain = to_plain(config)
+    text = json.dumps(plain, indent=2)
+    logger.info("config: %s", text)
+    if mesh.rank == 0:
+        (run.output / "config.json").write_text(text + "\n", encoding="utf-8")
+    return mesh, plain
+
+
+def log_to(folder: Path, rank: int) -> None:
+    """Send log lines to `folder/logs/rank_N.log` (from INFO) and, on rank 0, to stderr (from WARNING)."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    form = logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s")
+    to_file = logging.FileHandler(folder / "logs" / f"rank_{rank}.log", encoding="utf-8")
+    handlers: list[logging.Handler] = [to_file]
+    if rank == 0:
+        to_terminal = logging.StreamHandler(sys.stderr)
+        to_terminal.setLevel(logging.WARNING)
+        handlers.append(to_terminal)
+    for handler in handlers:
+        handler.setFormatter(form)
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
