@@ -205,9 +205,10 @@ def _mean_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     for name in sorted(set().union(*updates)):
         values = [update[name] for update in updates if name in update]
         metrics[name] = sum(values) / len(values)
+    if "max_log_ratio" in metrics:
+        metrics["max_log_ratio"] = max(update.get("max_log_ratio", 0.0) for update in updates)
     if "max_log_ratio" in updates[0]:
         metrics["on_policy_gap"] = updates[0]["max_log_ratio"]
-        metrics["max_log_ratio"] = max(update.get("max_log_ratio", 0.0) for update in updates)
     return metrics
 
 
