@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 
@@ -24,8 +23,6 @@ from parallel.model import build_model
 from parallel.optimizer import Trainable
 from parallel.qwen import QwenShape
 from parallel.weights import export_hf
-
-logger = logging.getLogger(__name__)
 
 
 def train_sft(config: SFTConfig, shape: QwenShape, world: World) -> dict[str, float]:

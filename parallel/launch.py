@@ -5,7 +5,6 @@ Supported here: ``torchrun`` (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,8 +15,6 @@ import torch
 import torch.distributed as dist
 
 from parallel.cpu import adapt_megatron
-
-logger = logging.getLogger(__name__)
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
