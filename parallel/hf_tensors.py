@@ -2,7 +2,8 @@
 
 One table, `tensor_rules`, serves import (`fuse`) and export (`assemble`). A parameter holds the rank's slices of its
 tensors, fused along dimension 0. Fused query, key and value follow megatron-core's order, group after group: the query
-heads of group 0, its key head, its value head, then group 1.
+heads of group 0, its key head, its value head, then group 1. Where there are more tensor ranks than groups, each has an
+even part of a group's rows.
 """
 
 import re
@@ -104,6 +105,10 @@ def fuse(rule: Rule, read: Read, tensor_rank: int, tensor_size: int, like: Tenso
         read: called once for each tensor, for the slice this rank needs.
         like: the parameter; its size tells how far a padded one is padded.
     """
+    sharers = _sharers(rule, tensor_size)
+    if sharers > 1:  # what a rank of a smaller tensor group would have, cut again
+        block = fuse(rule, read, tensor_rank // sharers, rule.groups, like)
+        return block.chunk(sharers)[tensor_rank % sharers]
     parts = []
     for name, full in rule.tensors.items():
         bounds = [slice(0, size) for size in full]
@@ -125,6 +130,9 @@ def assemble(rule: Rule, shards: list[Tensor]) -> dict[str, Tensor]:
     """Return the whole Hugging Face tensors from a parameter's shards on all tensor ranks (inverse of `fuse`)."""
     if rule.split_dim is None:
         return dict(zip(rule.tensors, shards[:1], strict=True))
+    sharers = _sharers(rule, len(shards))
+    if sharers > 1:
+        return assemble(rule, [torch.cat(shards[rank : rank + sharers]) for rank in range(0, len(shards), sharers)])
     blocks = _blocks(rule, len(shards))
     rows = [full[0] for full in rule.tensors.values()]
     if rule.padded or rule.split_dim != 0:
@@ -134,6 +142,11 @@ def assemble(rule: Rule, shards: list[Tensor]) -> dict[str, Tensor]:
         pieces = [[p.flatten(0, 1) for p in shard.unflatten(0, (blocks, -1)).split(sizes, 1)] for shard in shards]
     whole = [torch.cat(parts, dim=rule.split_dim) for parts in zip(*pieces, strict=True)]
     return {name: tensor[:size] for name, tensor, size in zip(rule.tensors, whole, rows, strict=True)}
+
+
+def _sharers(rule: Rule, tensor_size: int) -> int:
+    """Return how many neighbouring tensor ranks share one block: each has an even part of its fused rows."""
+    return max(1, tensor_size // rule.groups) if rule.groups else 1
 
 
 def _blocks(rule: Rule, tensor_size: int) -> int:

@@ -40,11 +40,15 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise the last dimension, computed in fp32."""
-        if hidden.dtype == torch.float32:
-            return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
-        normed = F.rms_norm(hidden.float(), self.weight.shape, None, self.eps)
-        return self.weight * normed.to(hidden.dtype)
+        """Normalise the last dimension."""
+        return rms_norm(hidden, self.weight, self.eps)
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm of the last dimension, computed in fp32."""
+    if hidden.dtype == torch.float32:
+        return F.rms_norm(hidden, weight.shape, weight, eps)
+    return weight * F.rms_norm(hidden.float(), weight.shape, None, eps).to(hidden.dtype)
 
 
 class PackedAttention(nn.Module):

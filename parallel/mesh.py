@@ -27,6 +27,8 @@ class Layout:
     virtual_pipeline_model_parallel_size: int | None = option(None, "stages per pipeline rank (interleaved schedule)")
     context_parallel_size: int = option(1, "ranks that split each sequence (only 1 is implemented)")
     sequence_parallel: bool = option(False, "split activations between layers over the tensor ranks")
+    num_layers_in_first_pipeline_stage: int | None = option(None, "layers of the first pipeline rank, if not its share")
+    num_layers_in_last_pipeline_stage: int | None = option(None, "layers of the last pipeline rank, if not its share")
 
     @property
     def model_parallel_size(self) -> int:
@@ -42,6 +44,13 @@ class Layout:
     def num_stages(self) -> int:
         """Pipeline stages of the whole model, virtual ones counted."""
         return self.pipeline_model_parallel_size * self.num_chunks
+
+    def local_kv_heads(self, shape: QwenShape) -> int:
+        """Return the key/value heads of each tensor rank.
+
+        Where there are more ranks than heads, tensor rank r has head r // (ranks / heads): neighbours share one.
+        """
+        return max(1, shape.num_query_groups // self.tensor_model_parallel_size)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of model copies in `world_size` ranks.
@@ -82,12 +91,13 @@ class Layout:
 
     def _check_tensor(self, shape: QwenShape) -> None:
         size = self.tensor_model_parallel_size
-        for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size"):
-            if getattr(shape, name) % size:
-                raise ValueError(
-                    f"tensor_model_parallel_size: got {size}, but {name} = {getattr(shape, name)} is no multiple "
-                    f"of it; allowed for this model: {_divisors(shape)}"
-                )
+        problem = _tensor_problem(shape, size)
+        if problem is not None:
+            sizes = range(1, shape.num_attention_heads + 1)
+            allowed = [other for other in sizes if _tensor_problem(shape, other) is None]
+            raise ValueError(
+                f"tensor_model_parallel_size: got {size}, but {problem} of it; allowed for this model: {allowed}"
+            )
 
     def _check_pipeline(self, shape: QwenShape) -> None:
         chunks = self.virtual_pipeline_model_parallel_size
@@ -96,16 +106,54 @@ class Layout:
                 f"virtual_pipeline_model_parallel_size: got {chunks} with pipeline_model_parallel_size "
                 f"{self.pipeline_model_parallel_size}; allowed: none, or at least 2 with at least 2 pipeline stages"
             )
-        if shape.num_layers % self.num_stages:
+        first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
+        if first is not None or last is not None:
+            self._check_uneven(shape.num_layers, first, last)
+        elif not self._fits(shape.num_layers, None, None):
             raise ValueError(
                 f"pipeline_model_parallel_size x virtual_pipeline_model_parallel_size: got {self.num_stages} stages, "
                 f"but num_layers = {shape.num_layers} is no multiple of it; allowed: divisors of num_layers"
             )
 
+    def _check_uneven(self, num_layers: int, first: int | None, last: int | None) -> None:
+        counts = range(1, num_layers)
+        given = f"num_layers {num_layers}, pipeline_model_parallel_size {self.pipeline_model_parallel_size}"
+        if self.num_chunks > 1:
+            given += f", virtual_pipeline_model_parallel_size {self.num_chunks}"
+        if last is None:
+            name, value = "num_layers_in_first_pipeline_stage", first
+            allowed = [count for count in counts if self._fits(num_layers, count, None)]
+        else:
+            name, value = "num_layers_in_last_pipeline_stage", last
+            allowed = [count for count in counts if self._fits(num_layers, first, count)]
+            given += "" if first is None else f", num_layers_in_first_pipeline_stage {first}"
+        if value not in allowed:
+            raise ValueError(f"{name}: got {value}, allowed with {given}: {allowed or 'none'}")
 
-def _divisors(shape: QwenShape) -> list[int]:
-    sizes = (shape.num_attention_heads, shape.num_query_groups, shape.ffn_hidden_size, shape.hidden_size)
-    return [n for n in range(1, shape.num_query_groups + 1) if all(size % n == 0 for size in sizes)]
+    def _fits(self, num_layers: int, first: int | None, last: int | None) -> bool:
+        """Whether each pipeline rank gets at least one layer, and as many in each of its chunks.
+
+        Ranks without a number of their own get equal shares, as in megatron-core's `get_num_layers_to_build`.
+        """
+        ends = [count for count in (first, last) if count is not None]
+        num_others = self.pipeline_model_parallel_size - len(ends)
+        if num_others < 0:
+            return False
+        share = (num_layers - sum(ends)) // max(1, num_others)
+        counts = [*ends, *[share] * num_others]
+        return sum(counts) == num_layers and all(n > 0 and n % self.num_chunks == 0 for n in counts)
+
+
+def _tensor_problem(shape: QwenShape, size: int) -> str | None:
+    """Return why the model can't be split over `size` tensor ranks, ready to be followed by "of it"."""
+    for name in ("num_attention_heads", "ffn_hidden_size", "hidden_size"):
+        if getattr(shape, name) % size:
+            return f"{name} = {getattr(shape, name)} is no multiple"
+    groups = shape.num_query_groups
+    if groups % size and size % groups:
+        return f"num_query_groups = {groups} is neither a multiple nor a divisor"
+    rows = (shape.num_attention_heads + 2 * groups) * shape.head_dim
+    return f"the number of query, key and value rows = {rows} is no multiple" if rows % size else None
 
 
 @dataclass(frozen=True)
@@ -120,6 +168,10 @@ class Mesh:
     pipeline_group: Any
     data_group: Any
     model_group: Any
+    pipeline_cpu_group: Any
+    """The pipeline group for small messages that start and end on the CPU."""
+    pg_collection: Any = None
+    """What megatron-core's modules take their groups from; None stands for its global ones."""
 
     @property
     def tensor_rank(self) -> int:
@@ -153,6 +205,11 @@ class Mesh:
     def is_last_stage(self) -> bool:
         """Whether this rank holds the last layers, hence the output head and the loss."""
         return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def is_first_model_rank(self) -> bool:
+        """Whether this rank speaks for its model replica: tensor rank 0 of the first stage."""
+        return self.tensor_rank == 0 and self.is_first_stage
 
     def rank_of(self, *, tensor_rank: int, pipeline_rank: int, data_rank: int) -> int:
         """Return the global rank at these coordinates."""
@@ -235,4 +292,17 @@ def build_mesh(layout: Layout, world: World, timeout_seconds: float = 600.0) -> 
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(),
         model_group=parallel_state.get_model_parallel_group(),
+        pipeline_cpu_group=_pipeline_cpu_group(layout, world),
     )
+
+
+def _pipeline_cpu_group(layout: Layout, world: World) -> Any:
+    from megatron.core import parallel_state
+
+    own = parallel_state.get_pipeline_model_parallel_group()
+    if world.device.type == "cpu" or layout.pipeline_model_parallel_size == 1:
+        return own
+    # Every rank takes part in making every group, its own or not.
+    stride = world.world_size // layout.pipeline_model_parallel_size
+    groups = [dist.new_group(range(first, world.world_size, stride), backend="gloo") for first in range(stride)]
+    return groups[world.rank % stride]

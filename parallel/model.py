@@ -38,6 +38,7 @@ class QwenModel(GPTModel):
             post_process=post_process,
             share_embeddings_and_output_weights=shape.tie_word_embeddings and head == "lm",
             position_embedding_type="none",  # `rotary_angles` serves ragged positions in training and rollout alike
+            pg_collection=mesh.pg_collection,
             vp_stage=vp_stage,
         )
         self.shape = shape

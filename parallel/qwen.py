@@ -213,10 +213,15 @@ def transformer_config(
 
 def _layout_settings(layout: "Layout") -> dict[str, Any]:
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
+    first, last = layout.num_layers_in_first_pipeline_stage, layout.num_layers_in_last_pipeline_stage
+    if layout.pipeline_model_parallel_size == 2 and last is not None:
+        first = None  # it follows from the other; given both, megatron-core divides by zero when stages are interleaved
     return {
         "tensor_model_parallel_size": layout.tensor_model_parallel_size,
         "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline_model_parallel_size,
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
         "context_parallel_size": layout.context_parallel_size,
         "sequence_parallel": layout.sequence_parallel,
         # An interleaved schedule with batched messages trains on wrong activations without any error.

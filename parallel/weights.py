@@ -60,7 +60,7 @@ def import_hf(folder: str | Path, chunks: list[QwenModel], mesh: Mesh, seed: int
             raise ValueError(f"{folder}: {error}") from error
         if mesh.rank == 0:
             _warn(folder, source.names - set(expected), shape, fresh_head)
-        for rule, parameter in _local_parameters(chunks):
+        for rule, parameter in local_parameters(chunks):
             if SCORE in rule.tensors and fresh_head:
                 parameter.copy_(_fresh_head(shape, seed))
             else:
@@ -97,7 +97,8 @@ def export_hf(
     dist.barrier()
 
 
-def _local_parameters(chunks: list[QwenModel]) -> Iterator[tuple[Rule, torch.nn.Parameter]]:
+def local_parameters(chunks: list[QwenModel]) -> Iterator[tuple[Rule, torch.nn.Parameter]]:
+    """Yield this rank's parameters, each with the rule of its layer."""
     for chunk in chunks:
         rules = tensor_rules(chunk.shape, chunk.head)
         for name, parameter in chunk.named_parameters():
@@ -132,12 +133,12 @@ def _whole_tensors(chunks: list[QwenModel], mesh: Mesh) -> Iterator[tuple[str, T
     Collectives: over the tensor group of the stage that holds the parameter, and one message per tensor in the pipeline
     group of tensor rank 0, both for data rank 0 only.
     """
-    local = {tuple(rule.tensors): parameter for rule, parameter in reversed(list(_local_parameters(chunks)))}
-    owners = _owners(list(local), mesh)
+    local = {tuple(rule.tensors): parameter for rule, parameter in reversed(list(local_parameters(chunks)))}
+    owners = parameter_owners(list(local), mesh)
     dtype = chunks[0].config.params_dtype
     for key, rule in all_rules(chunks[0].shape, chunks[0].head).items():
         if mesh.pipeline_rank == owners[key]:
-            shards = _gather(local[key].detach().to(dtype).contiguous(), rule, mesh)
+            shards = gather_shards(local[key].detach().to(dtype).contiguous(), rule, mesh)
             tensors = assemble(rule, shards) if mesh.tensor_rank == 0 else {}
         elif mesh.rank == 0:
             tensors = {name: torch.empty(size, dtype=dtype, device=mesh.device) for name, size in rule.tensors.items()}
@@ -153,14 +154,14 @@ def _whole_tensors(chunks: list[QwenModel], mesh: Mesh) -> Iterator[tuple[str, T
             yield name, tensor.cpu().contiguous()
 
 
-def _owners(keys: list[Key], mesh: Mesh) -> dict[Key, int]:
+def parameter_owners(keys: list[Key], mesh: Mesh) -> dict[Key, int]:
     """Return the pipeline rank of each parameter; of a tied output matrix, that of the embedding."""
     by_stage: list[list[Key]] = [[] for _ in range(mesh.pipeline_size)]
     dist.all_gather_object(by_stage, keys, group=mesh.pipeline_group)
     return {key: stage for stage in reversed(range(mesh.pipeline_size)) for key in by_stage[stage]}
 
 
-def _gather(shard: Tensor, rule: Rule, mesh: Mesh) -> list[Tensor]:
+def gather_shards(shard: Tensor, rule: Rule, mesh: Mesh) -> list[Tensor]:
     """Return the shards of the tensor group on tensor rank 0, an empty list on the others."""
     if rule.split_dim is None or mesh.tensor_size == 1:
         return [shard]

@@ -1,13 +1,16 @@
-"""KV cache of this rank's share of the model: its tensor rank's heads, its pipeline stages' layers.
+"""Two-tier KV cache of one model chunk: this tensor rank's heads, this stage's layers.
 
-Core attention calls `attend` with the rows of the step announced by `begin_prefill` or `begin_decode`. Active slots
-are always the first ones, so that decoding reads views.
+The prefix tier holds the keys of a prompt once for all its responses, the suffix tier those of each response. A query
+attends to both parts, merged by log-sum-exp; queries that share keys (the heads of a group, the responses to a prompt)
+become rows of one product, so keys are read once and never repeated. `rollout.columns` decides where things lie.
 
-Shapes: T rows of a step (padding last), L cached tokens, Hq and Hkv heads of this tensor rank, D head size.
+Shapes: T rows of a step (n decoding ones, then chunks of prefixes, then padding), P prefixes, g most responses of a
+prefix, Hq and Hkv heads of this tensor rank, r = Hq / Hkv, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,70 +18,219 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.layers import packed_attention
+from rollout.attention import merge, partial_attention
+from rollout.columns import Move
+from rollout.steps import Chunk, Step
 
 
 @dataclass(frozen=True)
-class _Prefill:
-    borders: tuple[int, ...]
-    slots: tuple[int, ...]
+class _Span:
+    """The part of one column that is attended to: its first rows, its first tokens."""
+
+    column: int
+    rows: int
+    tokens: int
+    mask: Tensor | None
 
 
 @dataclass(frozen=True)
 class _Decode:
-    positions: Tensor
-    mask: Tensor
+    """What all layers share in decoding n rows.
+
+    `fold [P * g]` is the row of each place of the prefix queries (None: rows lie in this order already), `unfold [n]`
+    the place of each row. `writes` are (column, rows, places in the column).
+    """
+
+    writes: list[tuple[int, Tensor, Tensor]]
+    suffix_spans: list[_Span]
+    prefix_spans: list[_Span]
+    num_rows: int
+    group: int
+    fold: Tensor | None
+    unfold: Tensor
+
+
+class Tier:
+    """Tensors of one tier: for each column `[layers, 2 (keys, values), rows, Hkv, width, D]`."""
+
+    def __init__(self, num_layers: int, kv_heads: int, head_dim: int, widths: Sequence[int], like: Tensor):
+        self.widths = widths
+        self.columns = [like.new_zeros(num_layers, 2, 0, kv_heads, width, head_dim) for width in self.widths]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens there is memory for."""
+        return sum(column.shape[2] * column.shape[4] for column in self.columns)
+
+    def trim(self, rows: Sequence[int]) -> None:
+        """Free all memory but that of the first `rows` rows of each column."""
+        for index, num in enumerate(rows):
+            if self.columns[index].shape[2] > num:
+                self.columns[index] = self.columns[index][:, :, :num].clone()
+
+    def missing(self, rows: Sequence[int]) -> list[int]:
+        """Rows of each column that there is no memory for."""
+        return [max(num - column.shape[2], 0) for num, column in zip(rows, self.columns, strict=True)]
+
+    def reserve(self, rows: Sequence[int], spare_tokens: int) -> int:
+        """Get memory for `rows` rows of each column; doubles a column as far as `spare_tokens` allow.
+
+        Returns: the spare tokens left.
+        """
+        for index, missing in enumerate(self.missing(rows)):
+            if missing == 0:
+                continue
+            old, width = self.columns[index], self.widths[index]
+            held = old.shape[2]
+            more = max(min(held - missing, spare_tokens // width), 0)
+            spare_tokens -= more * width
+            # Zeros, not empty: a masked key has weight 0, and 0 times a stray NaN would be NaN.
+            self.columns[index] = old.new_zeros((*old.shape[:2], held + missing + more, *old.shape[3:]))
+            self.columns[index][:, :, :held] = old
+        return spare_tokens
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copy or exchange rows."""
+        for move in moves:
+            for column in self.columns[: move.columns]:
+                if move.swap:
+                    column[:, :, [move.source, move.target]] = column[:, :, [move.target, move.source]]
+                else:
+                    column[:, :, move.target] = column[:, :, move.source]
+
+    def spans(self, lengths: Sequence[int], counts: Sequence[int], like: Tensor) -> list[_Span]:
+        """Return what rows of these lengths attend to; `counts` are the rows of each column."""
+        spans, start = [], 0
+        all_lengths = torch.tensor(lengths, device=like.device)
+        for index, (width, rows) in enumerate(zip(self.widths, counts, strict=True)):
+            longest = min(max(lengths[:rows], default=0) - start, width)
+            if longest <= 0:
+                break
+            mask = None
+            if min(lengths[:rows]) - start < longest:
+                hidden = torch.arange(start, start + longest, device=like.device)[None] >= all_lengths[:rows, None]
+                mask = torch.zeros(rows, 1, 1, longest, dtype=like.dtype, device=like.device)
+                mask.masked_fill_(hidden[:, None, None], -torch.inf)
+            spans.append(_Span(index, rows, longest, mask))
+            start += width
+        return spans
+
+    def attend(self, layer: int, query: Tensor, spans: Sequence[_Span], scale: float) -> tuple[Tensor, Tensor]:
+        """Attend with `query [rows, Hkv, queries, D]`; returns output and log-sum-exp of each query."""
+        output = log_sum = torch.empty(0)
+        for span in spans:
+            key, value = self.columns[span.column][layer, :, : span.rows, :, : span.tokens]
+            part, part_log_sum = partial_attention(query[: span.rows], key, value, scale, span.mask)
+            if span.column == 0:
+                output, log_sum = part, part_log_sum
+            else:
+                merge(output[: span.rows], log_sum[: span.rows], part, part_log_sum)
+        return output, log_sum
+
+    def write(self, layer: int, row: int, start: int, key: Tensor, value: Tensor) -> None:
+        """Store `[t, Hkv, D]` as tokens `start` .. `start + t - 1` of a row."""
+        offset = 0
+        for column in self.columns:
+            width = column.shape[4]
+            first, last = max(start, offset), min(start + len(key), offset + width)
+            if first < last:
+                for place, source in ((0, key), (1, value)):
+                    part = source[first - start : last - start].transpose(0, 1)
+                    column[layer, place, row, :, first - offset : last - offset] = part
+            offset += width
 
 
 class KVCache:
-    """Keys and values `[layers, slots, Hkv, capacity, D]`."""
+    """Keys and values of one model chunk; core attention calls `attend` with the rows announced by `begin`.
+
+    Args:
+        widths: tokens of each column, see `rollout.columns`.
+        max_tokens: memory bound of both tiers together.
+        scale: softmax scale of attention.
+        like: gives dtype and device.
+    """
 
     def __init__(
-        self, num_layers: int, num_slots: int, capacity: int, kv_heads: int, head_dim: int, scale: float, like: Tensor
+        self,
+        num_layers: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        widths: Sequence[int],
+        max_tokens: int,
+        scale: float,
+        like: Tensor,
     ):
-        """Allocate.
-
-        Args:
-            capacity: tokens of one slot, prompt and response.
-            scale: softmax scale of attention.
-            like: gives dtype and device.
-        """
-        shape = (num_layers, num_slots, kv_heads, capacity, head_dim)
-        # Zeros, not empty: a masked position has weight 0, and 0 times a stray NaN would be NaN.
-        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+        self.prefix = Tier(num_layers, kv_heads, head_dim, widths, like)
+        self.suffix = Tier(num_layers, kv_heads, head_dim, widths, like)
+        self.max_tokens = max_tokens
         self.scale = scale
-        self._step: _Prefill | _Decode | None = None
+        self.like = like
+        self._step: _Decode | None = None
+        self._chunks: list[Chunk] = []
 
     @property
-    def capacity(self) -> int:
-        """Tokens that fit into one slot."""
-        return self.keys.shape[3]
+    def num_bytes(self) -> int:
+        """Memory held now."""
+        columns = self.prefix.columns + self.suffix.columns
+        return sum(column.numel() * column.element_size() for column in columns)
 
-    @property
-    def num_slots(self) -> int:
-        return self.keys.shape[1]
+    def begin(self, step: Step) -> None:
+        """Make room for a step and announce its rows."""
+        tiers = ((self.prefix, step.prefix_changes), (self.suffix, step.suffix_changes))
+        for tier, changes in tiers:
+            tier.move(changes.closing)
+        if self._spare(step) < 0:
+            for tier, changes in tiers:
+                tier.trim(changes.kept)
+        spare = self._spare(step)
+        for tier, changes in tiers:
+            spare = tier.reserve(changes.rows, spare)
+            tier.move(changes.opening)
+        self._step = self._plan_decode(step) if step.suffix_lengths else None
+        self._chunks = step.chunks
 
-    def begin_prefill(self, lengths: list[int], slots: list[int]) -> None:
-        """The next rows are whole prompts end to end; prompt i goes into `slots[i]`, from position 0."""
-        assert max(lengths) <= self.capacity, "a prompt is longer than its slot"
-        borders = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        self._step = _Prefill(tuple(borders), tuple(slots))
+    def _spare(self, step: Step) -> int:
+        """Tokens left of the memory bound once all rows of the step have memory."""
+        held = self.prefix.tokens + self.suffix.tokens
+        rows = ((self.prefix, step.prefix_changes.rows), (self.suffix, step.suffix_changes.rows))
+        missing = sum(
+            num * width for tier, wanted in rows for num, width in zip(tier.missing(wanted), tier.widths, strict=True)
+        )
+        return self.max_tokens - held - missing
 
-    def begin_decode(self, positions: Tensor) -> None:
-        """The next row i is one token at `positions[i]` of slot i."""
-        longest = int(positions.max()) + 1
-        assert longest <= self.capacity, "a response is longer than its slot"
-        seen = torch.arange(longest, device=positions.device)[None] <= positions[:, None]
-        self._step = _Decode(positions, seen[:, None, None])
+    def _plan_decode(self, step: Step) -> _Decode:
+        device = self.like.device
+        lengths = [length + 1 for length in step.suffix_lengths]
+        members = torch.tensor(step.prefix_of_row)
+        num = torch.bincount(members, minlength=len(step.prefix_lengths))
+        widest = int(num.max())
+        order = members.argsort(stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order)) - (num.cumsum(0) - num)[members[order]]
+        unfold = members * widest + place
+        fold = torch.zeros(len(num) * widest, dtype=torch.int64)
+        fold[unfold] = torch.arange(len(members))
+        as_they_are = len(fold) == len(members) and bool((fold == torch.arange(len(fold))).all())
+        return _Decode(
+            writes=self._writes(step.suffix_lengths, device),
+            suffix_spans=self.suffix.spans(lengths, step.suffix_counts, self.like),
+            prefix_spans=self.prefix.spans(step.prefix_lengths, step.prefix_counts, self.like),
+            num_rows=len(members),
+            group=widest,
+            fold=None if as_they_are else fold.to(device),
+            unfold=unfold.to(device),
+        )
 
-    def fork(self, source: int, targets: list[int], length: int) -> None:
-        """Copy the first `length` tokens of a slot into other slots."""
-        for target in targets:
-            self.move(source, target, length)
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of one slot into another."""
-        for cached in (self.keys, self.values):
-            cached[:, target, :, :length] = cached[:, source, :, :length]
+    def _writes(self, lengths: Sequence[int], device: torch.device) -> list[tuple[int, Tensor, Tensor]]:
+        writes, start = [], 0
+        places = torch.tensor(lengths)
+        for column, width in enumerate(self.suffix.widths):
+            rows = ((places >= start) & (places < start + width)).nonzero()[:, 0]
+            if len(rows):
+                writes.append((column, rows.to(device), (places[rows] - start).to(device)))
+            start += width
+        return writes
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Store key and value `[T, 1, Hkv, D]` of local layer `layer` and attend with query `[T, 1, Hq, D]`.
@@ -86,27 +238,65 @@ class KVCache:
         Returns: `[T, 1, Hq * D]`, zero for padding rows.
         """
         query, key, value = query[:, 0], key[:, 0], value[:, 0]
-        assert self._step is not None, "attention before begin_prefill or begin_decode"
-        if isinstance(self._step, _Prefill):
-            attended = self._prefill(self._step, layer, query, key, value)
-        else:
-            attended = self._decode(self._step, layer, query, key, value)
+        parts, start = [], 0
+        if self._step is not None:
+            start = self._step.num_rows
+            parts.append(self._decode(self._step, layer, query[:start], key[:start], value[:start]))
+        for chunk in self._chunks:
+            if chunk.start:  # those that continue a prefix come first
+                end = start + chunk.length
+                parts.append(self._continue(layer, chunk, query[start:end], key[start:end], value[start:end]))
+                start = end
+        fresh = [chunk for chunk in self._chunks if chunk.start == 0]
+        if fresh:
+            parts.append(self._prefill(layer, fresh, query[start:], key[start:], value[start:]))
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return F.pad(attended, (0, 0, 0, len(query) - len(attended)))[:, None]
 
-    def _prefill(self, step: _Prefill, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        for slot, start, end in zip(step.slots, step.borders, step.borders[1:], strict=False):
-            self.keys[layer, slot, :, : end - start] = key[start:end].transpose(0, 1)
-            self.values[layer, slot, :, : end - start] = value[start:end].transpose(0, 1)
-        real = step.borders[-1]
-        return packed_attention(query[:real], key[:real], value[:real], step.borders, self.scale)
-
     def _decode(self, step: _Decode, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        num, longest = len(step.positions), step.mask.shape[-1]
-        rows = torch.arange(num, device=query.device)
-        self.keys[layer, rows, :, step.positions] = key[:num]
-        self.values[layer, rows, :, step.positions] = value[:num]
-        # Queries that share a key/value head become rows of one small attention: no key is repeated.
-        grouped = query[:num].unflatten(1, (key.shape[1], -1))  # [num, Hkv, Hq / Hkv, D]
-        keys, values = self.keys[layer, :num, :, :longest], self.values[layer, :num, :, :longest]
-        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=step.mask, scale=self.scale)
-        return attended.flatten(1)
+        for column, rows, places in step.writes:
+            tensor = self.suffix.columns[column][layer]
+            every = len(rows) == len(key)
+            tensor[0, rows, :, places] = key if every else key[rows]
+            tensor[1, rows, :, places] = value if every else value[rows]
+        kv_heads, group = key.shape[1], step.group
+        grouped = query.unflatten(1, (kv_heads, -1))  # [n, Hkv, r, D]
+        output, log_sum = self.suffix.attend(layer, grouped, step.suffix_spans, self.scale)
+        folded = (grouped if step.fold is None else grouped[step.fold]).unflatten(0, (-1, group))
+        folded = folded.transpose(1, 2).flatten(2, 3)  # [P, Hkv, g * r, D]
+        other, other_log_sum = self.prefix.attend(layer, folded, step.prefix_spans, self.scale)
+        other = other.unflatten(2, (group, -1)).transpose(1, 2).flatten(0, 1)
+        other_log_sum = other_log_sum.unflatten(2, (group, -1)).transpose(1, 2).flatten(0, 1)
+        if step.fold is not None:
+            other, other_log_sum = other[step.unfold], other_log_sum[step.unfold]
+        return output.lerp(other, torch.sigmoid(other_log_sum - log_sum)[..., None].to(output.dtype)).flatten(1)
+
+    def _prefill(self, layer: int, chunks: list[Chunk], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Store chunks that begin their prefix and attend inside each."""
+        borders = [0]
+        for chunk in chunks:
+            start, end = borders[-1], borders[-1] + chunk.length
+            self.prefix.write(layer, chunk.row, 0, key[start:end], value[start:end])
+            borders.append(end)
+        real = borders[-1]
+        return packed_attention(query[:real], key[:real], value[:real], tuple(borders), self.scale)
+
+    def _continue(self, layer: int, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Store the next tokens of a prefix and attend, to what was stored before and causally to themselves."""
+        self.prefix.write(layer, chunk.row, chunk.start, key, value)
+        kv_heads = key.shape[1]
+        repeats = query.shape[1] // kv_heads
+        own_key, own_value = (x.transpose(0, 1).repeat_interleave(repeats, 0)[None] for x in (key, value))
+        own = query.transpose(0, 1)[None]  # [1, Hq, t, D]
+        output, log_sum = partial_attention(own, own_key, own_value, self.scale, causal=True)
+        folded = own.unflatten(1, (kv_heads, repeats)).flatten(2, 3)  # [1, Hkv, r * t, D]
+        start = 0
+        for column in self.prefix.columns:
+            tokens = min(chunk.start - start, column.shape[4])
+            if tokens <= 0:
+                break
+            old_key, old_value = column[layer, :, chunk.row, :, :tokens]
+            part, part_log_sum = partial_attention(folded, old_key[None], old_value[None], self.scale)
+            merge(output, log_sum, part.reshape(output.shape), part_log_sum.reshape(log_sum.shape))
+            start += column.shape[4]
+        return output[0].transpose(0, 1).flatten(1)

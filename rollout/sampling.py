@@ -1,197 +1,160 @@
-"""Sampling from vocab-parallel logits with stateless random numbers, and where a response ends.
+"""Sampling from vocab-parallel logits with stateless random numbers.
 
-Each row draws its token in two stages: Gumbel-max over fixed blocks of 128 token ids, then the inverse CDF inside the
-winning block. Both numbers are hashes of (key, block), so the token depends on neither tensor size nor batch order.
-One all-gather of four numbers per row and rank; logits never leave their rank.
+A token is drawn in two stages: Gumbel-max over fixed blocks of 128 token ids, then the inverse CDF inside the winning
+block. Both numbers are hashes of (key, block), so the token depends neither on the tensor size nor on batch order.
+Logits never leave their rank (but for the k largest under top-k). One all-gather of a few numbers per draw and
+rank; top-k, top-p and min-p add those listed in `rollout/truncation.py`.
 
-Shapes: R rows, V/TP columns (unpadded ids of this tensor rank), B blocks of this rank.
+Shapes: R draws, U rows of logits, V/TP columns (unpadded ids of this tensor rank), B blocks of this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.log_probs import VocabShard
 from rollout.random_numbers import combine, uniform
+from rollout.sampling_params import FinishReason, SamplingParams, response_length
+from rollout.truncation import least_kept
+from rollout.vocab_blocks import BLOCK, VocabBlocks, gather_over_tensor_ranks
 
-BLOCK = 128
-FinishReason = Literal["stop", "length"]
+__all__ = ["Draws", "FinishReason", "SamplingParams", "response_length", "sample"]
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are drawn.
+class Draws:
+    """Tokens drawn, equal on all tensor ranks.
 
     Attributes:
-        temperature: divides the logits; 0 means greedy (evaluation only).
-        top_p: nucleus mass in (0, 1]; ties at the border are kept.
-        top_k: number of most probable tokens kept; 0 keeps all.
-        max_new_tokens: limit of a response, in tokens.
-        stop_token_ids: ids that end a response; the stop token belongs to the response.
-        seed: of all random numbers.
-        prompt_log_probs: also score the prompt's tokens.
+        tokens: `[R]` int64.
+        log_probs: `[R]` fp32, under softmax(logits / temperature) over the whole vocabulary (temperature 1 if greedy).
+        sampling_log_probs: `[R]` fp32, under the distribution drawn from: after the repetition penalty and renormalised
+            after top-k, top-p and min-p. The tensor `log_probs` itself where none of them is set; 0 if greedy, which
+            draws from no distribution.
+        entropies: `[R]` fp32, in nats, of the distribution of `log_probs`; None unless asked for.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_tokens: int = 256
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int = 0
-    prompt_log_probs: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature: got {self.temperature}, allowed: 0 (greedy) or above")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: got {self.top_p}, allowed: above 0, at most 1")
-        for name in ("top_k", "max_new_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: got {getattr(self, name)}, allowed: 0 or above")
-
-    @property
-    def score_temperature(self) -> float:
-        """Temperature of reported log-probs: that of sampling, 1 for greedy decoding."""
-        return self.temperature or 1.0
-
-    def check_for_training(self) -> None:
-        """Check that responses have log-probs to train on.
-
-        With top-p or top-k both sides of the ratio score the whole distribution, so it starts at 1; the responses come
-        from a part of it.
-
-        Raises:
-            ValueError: temperature 0: greedy responses have no log-probs.
-        """
-        if self.temperature == 0:
-            raise ValueError("temperature: got 0, allowed in training: above 0 (greedy responses have no log-probs)")
+    tokens: Tensor
+    log_probs: Tensor
+    sampling_log_probs: Tensor
+    entropies: Tensor | None
 
 
-def response_length(tokens: Sequence[int], stop_token_ids: Sequence[int]) -> tuple[int, FinishReason]:
-    """Return how many tokens belong to the response (the first stop token included) and how it ended.
-
-    The one rule for sampler, mask, reward and metrics; padding after the stop token is never looked at.
-    """
-    for index, token in enumerate(tokens):
-        if token in stop_token_ids:
-            return index + 1, "stop"
-    return len(tokens), "length"
-
-
-def sample(logits: Tensor, keys: Tensor, params: SamplingParams, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Draw one token per row.
+@torch.no_grad()
+def sample(
+    logits: Tensor,
+    keys: Tensor,
+    params: SamplingParams,
+    shard: VocabShard,
+    rows: Tensor | None = None,
+    seen: Tensor | None = None,
+) -> Draws:
+    """Draw one token for each key.
 
     Args:
-        logits: `[R, V/TP]` fp32 of this tensor rank's ids, not divided by the temperature.
+        logits: `[U, V/TP]` fp32 of this tensor rank's ids, not divided by the temperature; left as they are.
         keys: `[R]` int64, equal on all tensor ranks.
-
-    Returns:
-        tokens `[R]` int64 and their log-probs `[R]` fp32 under softmax(logits / temperature) over the whole
-        vocabulary (top-p and top-k restrict the draw, not the reported distribution), equal on all tensor ranks.
+        rows: `[R]` int64, the row of logits that each draw is from; None: row i for key i.
+        seen: `[U, L]` int64 ids of prompt and response so far, padded with -1; read only under a repetition penalty.
     """
-    scaled = logits if params.score_temperature == 1.0 else logits / params.score_temperature
-    log_sum = torch.logsumexp(scaled, -1) if shard.num_real else scaled.new_full((len(scaled),), -torch.inf)
+    assert shard.first % BLOCK == 0, "blocks must not span ranks"
+    assert rows is not None or len(keys) == len(logits), "as many keys as rows, unless draws name their row"
+    full = drawn = VocabBlocks.of(logits, params.score_temperature, params.entropies)
+    if params.repetition_penalty != 1:
+        assert seen is not None, "a repetition penalty needs the ids seen"
+        drawn = VocabBlocks.of(_penalise(logits, seen, params.repetition_penalty, shard), params.score_temperature)
+    log_sums, least = drawn.log_sums, None
+    if params.truncates:
+        least = least_kept(drawn, params, shard)
+        log_sums = drawn.kept_log_sums(least)
     if params.temperature == 0:
-        score, column = _best_column(scaled)
+        score, block, place = (_of_draws(found, rows) for found in _best(drawn))
     else:
-        kept = _restrict(scaled, params, shard, log_sum)
-        score, column = _draw(kept, keys, shard.first // BLOCK)
-    chosen = scaled.gather(1, column[:, None])[:, 0] if shard.num_real else log_sum
-    local = torch.stack([score, (column + shard.first).double(), chosen.double(), log_sum.double()])
-    everywhere = _gather(local, shard)
-    winner = everywhere[:, 0].argmax(0, keepdim=True)
-    _, token, logit, _ = everywhere.gather(0, winner[:, None].expand(1, 4, -1))[0]
-    return token.long(), (logit - everywhere[:, 3].logsumexp(0)).float()
+        score, block, place = _draw(drawn, log_sums, keys, rows, least, shard.first // BLOCK)
+    place = block * BLOCK + place
+    chosen = [
+        score,
+        place % full.values[0].numel() + shard.first,
+        full.values.view(-1).index_select(0, place),
+        _of_draws(full.log_sums.logsumexp(-1), rows),
+    ]
+    if log_sums is not full.log_sums:
+        chosen += [drawn.values.view(-1).index_select(0, place), _of_draws(log_sums.logsumexp(-1), rows)]
+    if params.entropies:
+        chosen.append(_of_draws(full.mean(), rows))
+    local = torch.stack([column.double() for column in chosen])
+    return _report(gather_over_tensor_ranks(local, shard), params)
 
 
-def _gather(local: Tensor, shard: VocabShard) -> Tensor:
-    """All-gather `[4, R]` over the tensor group -> `[TP, 4, R]`."""
-    if shard.group_size == 1:
-        return local[None]
-    everywhere = local.new_empty(shard.group_size, *local.shape)
-    dist.all_gather_into_tensor(everywhere.flatten(0, 1), local, group=shard.group)
-    return everywhere
+def _report(everywhere: Tensor, params: SamplingParams) -> Draws:
+    """Combine what each tensor rank chose, `[TP, columns, R]` float64 in the order of `sample`."""
+    winner = everywhere[:, 0].argmax(0)
+    best = everywhere.gather(0, winner.expand(1, everywhere.shape[1], -1))[0] if len(everywhere) > 1 else everywhere[0]
+    log_sum = _total(everywhere[:, 3])
+    log_probs = (best[2] / params.score_temperature - log_sum).float()
+    if params.temperature == 0:
+        sampling_log_probs = torch.zeros_like(log_probs)
+    elif params.truncates or params.repetition_penalty != 1:
+        sampling_log_probs = (best[4] / params.temperature - _total(everywhere[:, 5])).float()
+    else:
+        sampling_log_probs = log_probs
+    entropies = None
+    if params.entropies:
+        shares = (everywhere[:, 3] - log_sum).exp()
+        entropies = (log_sum - (shares * everywhere[:, -1]).sum(0)).float()
+    return Draws(best[1].long(), log_probs, sampling_log_probs, entropies)
 
 
-def _best_column(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of each row and its first column."""
-    if logits.shape[1] == 0:
-        return _nothing(logits)
-    best, column = logits.max(-1)
-    return best.double(), column
+def _total(log_sums: Tensor) -> Tensor:
+    """Return the log-sum over tensor ranks, `[TP, R]` -> `[R]`."""
+    return log_sums.logsumexp(0) if len(log_sums) > 1 else log_sums[0]
 
 
-def _nothing(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Score of a rank whose vocabulary rows are all padding."""
-    rows, device = len(logits), logits.device
-    score = torch.full((rows,), -torch.inf, dtype=torch.float64, device=device)
-    return score, torch.zeros(rows, dtype=torch.int64, device=device)
+def _of_draws(values: Tensor, rows: Tensor | None) -> Tensor:
+    """Return the values `[U, ...]` of each draw's row, `[R, ...]`."""
+    return values if rows is None else values.index_select(0, rows)
 
 
-def _draw(logits: Tensor, keys: Tensor, first_block: int) -> tuple[Tensor, Tensor]:
-    """Return the Gumbel score of this rank's best block `[R]` float64 and the column drawn inside it `[R]`."""
-    if logits.shape[1] == 0:
-        return _nothing(logits)
-    padded = F.pad(logits, (0, -logits.shape[1] % BLOCK), value=-torch.inf)
-    blocks = padded.unflatten(1, (-1, BLOCK))  # [R, B, 128]
-    numbers = torch.arange(blocks.shape[1], device=logits.device) + first_block
-    gumbel = -torch.log(-torch.log(uniform(combine(keys[:, None], 2 * numbers))))
-    score, block = (torch.logsumexp(blocks, -1).double() + gumbel).max(-1)
-    inside = blocks[torch.arange(len(blocks), device=logits.device), block].double()
-    cumulative = (inside - inside.amax(-1, keepdim=True)).exp().cumsum(-1)
-    target = uniform(combine(keys, 2 * (block + first_block) + 1)) * cumulative[:, -1]
-    column = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    # Where top-k or top-p left nothing on this rank the search runs off the end; its score never wins.
-    return score, (block * BLOCK + column).clamp(max=logits.shape[1] - 1)
+def _penalise(logits: Tensor, seen: Tensor, penalty: float, shard: VocabShard) -> Tensor:
+    """Return a copy of the logits with those of the ids seen divided (if positive) or multiplied by the penalty."""
+    penalised, local = logits.clone(), seen - shard.first
+    row, place = ((local >= 0) & (local < shard.num_real)).nonzero().unbind(1)
+    column = local[row, place]
+    values = logits[row, column]
+    penalised[row, column] = torch.where(values > 0, values / penalty, values * penalty)
+    return penalised
 
 
-def _restrict(logits: Tensor, params: SamplingParams, shard: VocabShard, log_sum: Tensor) -> Tensor:
-    """Set logits outside the top-k and the nucleus to minus infinity."""
-    if params.top_k == 0 and params.top_p == 1:
-        return logits
-    if params.top_k:
-        threshold = _threshold(logits, torch.ones_like(logits), float(params.top_k), shard)
-        logits = logits.where(logits >= threshold, -torch.inf)
-    if params.top_p < 1:
-        total = _total_log_sum(torch.logsumexp(logits, -1) if shard.num_real else log_sum, shard)
-        mass = (logits - total[:, None]).exp()
-        logits = logits.where(logits >= _threshold(logits, mass, params.top_p, shard), -torch.inf)
-    return logits
+def _best(blocks: VocabBlocks) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's largest logit and, of the first id that has it, the block (numbered among all U x B) and the
+    place in it, `[U]` each."""
+    score, block = blocks.maxima.max(-1)
+    block += torch.arange(len(block), device=block.device) * blocks.maxima.shape[1]
+    return score, block, blocks.select(block).values.argmax(-1)
 
 
-def _total_log_sum(log_sum: Tensor, shard: VocabShard) -> Tensor:
-    highest = shard.reduce(log_sum.clone(), dist.ReduceOp.MAX)
-    return highest + shard.reduce((log_sum - highest).exp()).log()
+def _draw(
+    blocks: VocabBlocks, log_sums: Tensor, keys: Tensor, rows: Tensor | None, least: Tensor | None, first_block: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, `[R]` each, the Gumbel score of this rank's best block, that block (numbered among all U x B), and the
+    place drawn inside it.
 
-
-def _threshold(logits: Tensor, measure: Tensor, wanted: float, shard: VocabShard) -> Tensor:
-    """Return the highest t `[R, 1]` for which the ids with logit >= t measure at least `wanted` in all shards together.
-
-    Bisection over the ordered bit patterns of fp32 is exact in 32 rounds of one number per row.
+    Args:
+        log_sums: `[U, B]` float64 of the ids that may be drawn.
+        least: the least logit `[U]` that may be drawn; None: all may.
     """
-    low = _ordered(logits.new_full((len(logits), 1), -torch.inf))
-    high = _ordered(logits.new_full((len(logits), 1), torch.inf))
-    ordered = _ordered(logits)
-    while bool((high - low > 1).any()):
-        middle = (low + high) // 2
-        enough = shard.reduce((measure * (ordered >= middle)).sum(-1, keepdim=True)) >= wanted
-        low, high = low.where(~enough, middle), high.where(enough, middle)
-    return _from_ordered(low)
-
-
-def _ordered(values: Tensor) -> Tensor:
-    """Map fp32 to int64 so that the order is kept."""
-    bits = values.float().contiguous().view(torch.int32).long()
-    return bits.where(bits >= 0, -(bits & 0x7FFFFFFF))
-
-
-def _from_ordered(ordered: Tensor) -> Tensor:
-    bits = ordered.where(ordered >= 0, (-ordered) - 2**31)
-    return bits.to(torch.int32).view(torch.float32)
+    num_blocks = log_sums.shape[1]
+    numbers = torch.arange(first_block, first_block + num_blocks, device=keys.device)
+    gumbel = uniform(combine(keys[:, None], 2 * numbers)).log_().neg_().log_()  # the negative of it
+    score, block = torch.sub(_of_draws(log_sums, rows), gumbel, out=gumbel).max(-1)
+    target = uniform(combine(keys, 2 * (block + first_block) + 1))
+    block += num_blocks * (torch.arange(len(keys), device=keys.device) if rows is None else rows)
+    part = blocks.select(block)
+    masses = blocks.exponentials(part) if least is None else blocks.kept_exponentials(part, least)
+    cumulative = masses.cumsum(-1, dtype=torch.float64)
+    place = torch.searchsorted(cumulative, (target * cumulative[:, -1])[:, None], right=True)[:, 0]
+    # On a rank where nothing may be drawn the search runs off the end; its score, minus infinity, never wins.
+    return score, block, place.clamp_(max=BLOCK - 1)

@@ -16,7 +16,8 @@ from parallel.optimizer import OptimizerSettings, Trainable
 from parallel.pack import pack_sequences
 from parallel.qwen import read_shape
 from parallel.schedule import forward, forward_backward
-from rollout.engine import Engine, Request
+from rollout.engine import Engine
+from rollout.requests import Request
 from rollout.sampling import SamplingParams
 from tests.tiny_model import draw_sequences, load_transformers, write_tiny_qwens
 

@@ -127,14 +127,14 @@ def logits_of(chunks, mesh) -> torch.Tensor | None:
     return outputs[0] if outputs else None
 
 
-def make_model(config, folder: Path, max_shard_size: str = "1GB") -> torch.nn.Module:
-    """Save a random model with biases that are not zero and norms that are not one."""
+def make_model(config, folder: Path, max_shard_size: str = "1GB", scale: float = 0.2) -> torch.nn.Module:
+    """Save a random model with biases that are not zero and norms that are not one; `scale` is the deviation."""
     make = Qwen3ForCausalLM if isinstance(config, Qwen3Config) else Qwen2ForCausalLM
     model = make(config).float().eval()
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         around = 1.0 if "norm" in name else 0.0
-        parameter.data = around + 0.2 * torch.randn(parameter.shape, generator=generator)
+        parameter.data = around + scale * torch.randn(parameter.shape, generator=generator)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
 

@@ -53,6 +53,19 @@ def test_query_key_value_are_fused_group_after_group(name, tensor_size):
     assert all(torch.equal(split[name], tensors[name]) for name in tensors)
 
 
+@pytest.mark.parametrize("name", [QKV_WEIGHT, QKV_BIAS])
+@pytest.mark.parametrize("tensor_size", [4, 8])
+def test_tensor_ranks_that_share_a_group_have_even_parts_of_its_rows(name, tensor_size):
+    """Of 2 groups, rows 0-3, 100-101, 200-201 and 4-7, 102-103, 202-203: 4 ranks have 4 rows each, 8 ranks 2."""
+    rule = tensor_rules(tiny(), "lm")[name].at(1)
+    tensors = labelled(rule, [0, 100, 200])
+    size = 16 // tensor_size
+    shards = cut(rule, tensors, tensor_size, torch.empty(size))
+    labels = [shard.reshape(size, -1)[:, 0].tolist() for shard in shards]
+    assert labels == [FUSED_ROWS[start : start + size] for start in range(0, 16, size)]
+    assert all(torch.equal(whole, tensors[name]) for name, whole in assemble(rule, shards).items())
+
+
 def test_model_without_qkv_bias_uses_the_same_weights_rule():
     """RC05: Qwen3 goes through the same code untouched."""
     qwen2, qwen3 = tensor_rules(tiny(), "lm"), tensor_rules(tiny("qwen3"), "lm")

@@ -1,6 +1,7 @@
 """Layouts that fit and those that do not; coordinates, groups and collectives of a mesh."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,6 +51,11 @@ def test_world_that_is_no_multiple_of_one_copy_is_refused():
         (Layout(2, 2), 8),
         (Layout(1, 4), 4),
         (Layout(1, 2, 2), 2),
+        (Layout(4), 4),
+        (Layout(1, 2, num_layers_in_last_pipeline_stage=1), 2),
+        (Layout(1, 3, num_layers_in_first_pipeline_stage=2), 3),
+        (Layout(1, 3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=1), 3),
+        (Layout(1, 2, 2, num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=2), 2),
     ],
 )
 def test_layout_that_fits_is_accepted(layout, world_size):
@@ -71,14 +77,9 @@ VIRTUAL = "allowed: none, or at least 2 with at least 2 pipeline stages"
             "sequence_parallel: got True, allowed: False when tensor_model_parallel_size is 1",
         ),
         (
-            Layout(tensor_model_parallel_size=4),
-            "tensor_model_parallel_size: got 4, but num_query_groups = 2 is no multiple of it; "
-            "allowed for this model: [1, 2]",
-        ),
-        (
             Layout(tensor_model_parallel_size=3),
             "tensor_model_parallel_size: got 3, but num_attention_heads = 4 is no multiple of it; "
-            "allowed for this model: [1, 2]",
+            "allowed for this model: [1, 2, 4]",
         ),
         (
             Layout(1, 1, 2),
@@ -109,9 +110,34 @@ def test_layout_that_does_not_fit_names_field_value_and_allowed_values(layout, m
         layout.check(SHAPE, 12)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "size", "message"),
+    [
+        ({"num_query_groups": 4}, 6, "num_query_groups = 4 is neither a multiple nor a divisor of it"),
+        # 12 query heads, a key and a value head of 2 rows each: 28 rows.
+        (
+            {"num_query_groups": 1, "head_dim": 2},
+            12,
+            "the number of query, key and value rows = 28 is no multiple of it",
+        ),
+    ],
+)
+def test_key_value_heads_that_cannot_be_shared_are_refused(sizes, size, message):
+    shape = replace(SHAPE, num_attention_heads=12, hidden_size=96, **sizes)
+    with pytest.raises(
+        ValueError, match=f"tensor_model_parallel_size: got {size}, but {message}; allowed for this model"
+    ):
+        Layout(size).check(shape, 12)
+
+
+def test_key_value_heads_of_a_tensor_rank():
+    """2 heads: both, one each, then one for two ranks."""
+    assert [Layout(size).local_kv_heads(SHAPE) for size in (1, 2, 4)] == [2, 1, 1]
+
+
 def coordinates(layout: Layout, world_size: int) -> list[tuple[int, int, int]]:
     """(tensor, data, pipeline) rank of every rank."""
-    ranks = [Mesh(layout, rank, world_size, torch.device("cpu"), None, None, None, None) for rank in range(world_size)]
+    ranks = [Mesh(layout, rank, world_size, torch.device("cpu"), *[None] * 5) for rank in range(world_size)]
     return [(mesh.tensor_rank, mesh.data_rank, mesh.pipeline_rank) for mesh in ranks]
 
 
@@ -125,7 +151,7 @@ def test_tensor_index_changes_fastest_and_pipeline_index_slowest():
 def test_first_and_last_stage():
     ends = []
     for rank in range(3):
-        mesh = Mesh(Layout(1, 3), rank, 3, torch.device("cpu"), None, None, None, None)
+        mesh = Mesh(Layout(1, 3), rank, 3, torch.device("cpu"), *[None] * 5)
         ends.append((mesh.is_first_stage, mesh.is_last_stage))
     assert ends == [(True, False), (False, False), (False, True)]
 

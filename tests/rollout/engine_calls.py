@@ -15,8 +15,9 @@ from parallel.pack import pack_sequences
 from parallel.qwen import read_shape
 from parallel.schedule import forward
 from parallel.weights import import_hf
-from rollout.engine import Completion, Engine, Request
+from rollout.engine import Engine
 from rollout.kv_cache import KVCache
+from rollout.requests import Completion, Paused, Request
 from rollout.sampling import SamplingParams
 from tests.tiny_model import draw_sequences
 
@@ -25,25 +26,35 @@ PROMPTS = [sequence.tolist() for sequence in draw_sequences([3, 5, 9, 1, 2])]
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of one `Engine.generate`, and whether to score what came out with the training pass."""
+    """Arguments of one `Engine.generate`, and whether to score what came out with the training pass.
 
-    requests: Sequence[Request]
+    `pause_after` pauses everything after so many steps and goes on in a second rollout.
+    """
+
+    requests: Sequence[Request | Paused]
     params: SamplingParams
     context_length: int = 64
     max_sequences: int = 256
     max_prefill_tokens: int = 8192
+    max_cache_tokens: int | None = None
+    cache_page_tokens: int = 128
+    num_lanes: int | None = None
+    pause_after: int = 0
     dtype: torch.dtype = torch.float32
     score: bool = False
 
 
 @dataclass(frozen=True)
 class Done:
-    """Of one call: completions, training log-probs of each response (last stage), and the caches as they were left."""
+    """Of one call: completions, training log-probs of each response (last stage), tokens written to the caches of each
+    chunk, and responses that gave way."""
 
     completions: list[Completion]
     scored: list[Tensor] = field(default_factory=list)
     refusal: str | None = None
-    slot_sizes: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+    num_preempted: int = 0
+    paused: Sequence[Request | Paused] = ()
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -52,17 +63,6 @@ class Done:
     @property
     def log_probs(self) -> Tensor:
         return torch.cat([completion.log_probs for completion in self.completions])
-
-
-class WatchedEngine(Engine):
-    """Remembers the tokens that fit into a slot of each cache it made."""
-
-    slot_sizes: Sequence[int] = ()
-
-    def _bind_caches(self, num_slots: int, capacity: int) -> list[KVCache]:
-        caches = super()._bind_caches(num_slots, capacity)
-        self.slot_sizes = [*self.slot_sizes, *(cache.capacity for cache in caches)]
-        return caches
 
 
 def run_calls(world: World, layout: Layout, folder: Path, calls: dict[str, Call]) -> dict[str, Done]:
@@ -80,13 +80,45 @@ def load(folder: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> list[Q
 
 
 def run_call(models: list[QwenModel], mesh: Mesh, call: Call) -> Done:
-    engine = WatchedEngine(models, mesh, call.context_length, call.max_sequences, call.max_prefill_tokens)
+    engine = Engine(
+        models,
+        mesh,
+        call.context_length,
+        call.max_sequences,
+        call.max_prefill_tokens,
+        call.max_cache_tokens,
+        call.cache_page_tokens,
+        call.num_lanes,
+        keep_cache=True,
+    )
+    completions: list[tuple[int, Completion]] = []
+    paused: Sequence[Request | Paused] = ()
     try:
-        completions = engine.generate(call.requests, call.params)
+        with engine.start(call.params, version=1) as rollout:
+            rollout.add(call.requests)
+            steps = 0
+            while rollout.busy and not (call.pause_after and steps == call.pause_after):
+                completions += [(response.order, completion) for response, completion in rollout.step()]
+                steps += 1
+            if call.pause_after:
+                paused = rollout.pause()
+                completions += [(response.order, completion) for response, completion in rollout.step()]
+            num_preempted = rollout.scheduler.num_preempted
     except ValueError as error:
         return Done([], refusal=str(error))
-    scored = score(models, mesh, call, completions) if call.score else []
-    return Done(completions, scored, slot_sizes=list(engine.slot_sizes))
+    done = [completion for _, completion in sorted(completions, key=lambda item: item[0])]
+    if paused:
+        done += engine.generate(paused, call.params, version=2)
+        done.sort(key=lambda completion: (completion.prompt_id, completion.sample_index))
+    scored = score(models, mesh, call, done) if call.score else []
+    kept = engine.kept.caches if engine.kept else []
+    return Done(done, scored, None, [written(cache) for caches in kept for cache in caches], num_preempted, paused)
+
+
+def written(cache: KVCache) -> int:
+    """Tokens whose keys were ever written: the memory starts as zeros."""
+    columns = cache.prefix.columns + cache.suffix.columns
+    return sum(int((column[0, 0, :, 0] != 0).any(-1).sum()) for column in columns)
 
 
 def score(models: list[QwenModel], mesh: Mesh, call: Call, completions: list[Completion]) -> list[Tensor]:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from parallel.mesh import Layout
-from rollout.engine import Engine, Request
+from rollout.engine import Engine
+from rollout.requests import Request
 from rollout.sampling import SamplingParams
 from tests.rollout.engine_calls import PROMPTS, Call, Done, run_calls, run_one
 from tests.tiny_model import load_transformers
@@ -40,7 +41,16 @@ CALLS = {
     "temperature 0.6, top-p 0.8": Call(
         GROUPS, replace(SAMPLED, temperature=0.6, top_p=0.8, prompt_log_probs=True), score=True
     ),
-    "waves of 4": Call(GROUPS, SAMPLED, max_sequences=4),
+    "4 at a time": Call(GROUPS, SAMPLED, max_sequences=4),
+    "shuffled": Call([GROUPS[number] for number in (3, 0, 4, 2, 1)], SAMPLED),
+    # Responses reserve 2, 4, 8, 16 tokens as they grow, prompts 2, 4, 8, 16.
+    "small cache": Call(
+        GROUPS, SAMPLED, max_cache_tokens=48, cache_page_tokens=2, max_prefill_tokens=7, num_lanes=1, score=True
+    ),
+    "small cache, lanes": Call(GROUPS, SAMPLED, max_cache_tokens=96, cache_page_tokens=2, num_lanes=2),
+    "one lane": Call(GROUPS, SAMPLED, num_lanes=1),
+    "three lanes": Call(GROUPS, SAMPLED, num_lanes=3),
+    "paused": Call(GROUPS, SAMPLED, pause_after=4, score=True),
     "small prefills": Call(GROUPS, SAMPLED, max_prefill_tokens=6),
     "prompt log-probs": Call(GROUPS, replace(SAMPLED, prompt_log_probs=True)),
     "nothing": Call([], SAMPLED),
@@ -97,12 +107,48 @@ def test_every_layout_draws_the_tokens_of_one_rank(on_all_ranks, on_one_rank):
         assert len(lengths) > 3, "responses of many lengths are needed to test what follows"
 
 
-@pytest.mark.parametrize("name", ["waves of 4", "small prefills", "prompt log-probs"])
-def test_waves_and_prefill_batches_change_nothing(on_all_ranks, name):
-    """Waves of 4 cut through groups of 3."""
+SCHEDULES = [
+    "4 at a time",
+    "small prefills",
+    "prompt log-probs",
+    "small cache",
+    "small cache, lanes",
+    "one lane",
+    "three lanes",
+    "paused",
+]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_how_work_is_scheduled_changes_nothing(on_all_ranks, name):
+    """4 at a time cut through groups of 3; prompts of 9 tokens take two prefills of 6."""
     for rank in on_all_ranks:
         assert rank[name].tokens == rank["sampled"].tokens
         torch.testing.assert_close(rank[name].log_probs, rank["sampled"].log_probs, rtol=0, atol=1e-5)
+
+
+def test_the_order_of_requests_changes_nothing_but_the_order_of_responses(on_all_ranks):
+    for rank in on_all_ranks:
+        shuffled = {(c.prompt_id, c.sample_index): c for c in rank["shuffled"].completions}
+        assert [c.prompt_id for c in rank["shuffled"].completions[::3]] == [13, 10, 14, 12, 11]
+        for completion in rank["sampled"].completions:
+            assert shuffled[completion.prompt_id, completion.sample_index].tokens == completion.tokens
+
+
+def test_the_small_cache_makes_responses_give_way(on_all_ranks):
+    for rank in on_all_ranks:
+        assert rank["small cache"].num_preempted > 1
+        assert rank["small cache, lanes"].num_preempted > 0
+        assert rank["sampled"].num_preempted == 0
+
+
+def test_paused_responses_record_which_weights_drew_each_token(on_all_ranks):
+    for rank in on_all_ranks:
+        assert rank["paused"].paused
+        versions = {tuple(sorted(set(c.versions))) for c in rank["paused"].completions}
+        assert versions == {(1,), (1, 2)}
+        assert all(c.versions == sorted(c.versions) for c in rank["paused"].completions)
+        assert all(c.versions == [1] * len(c.tokens) for c in rank["sampled"].completions)
 
 
 def test_responses_that_end_at_different_times_are_what_each_is_alone(on_one_rank):
@@ -152,7 +198,7 @@ def test_no_request_and_no_new_token_give_nothing(on_all_ranks):
         assert rank["nothing"].completions == []
         assert rank["no new token"].tokens == [[]] * 15
         assert {c.finish_reason for c in rank["no new token"].completions} == {"length"}
-        assert rank["nothing"].slot_sizes == rank["no new token"].slot_sizes == []
+        assert rank["nothing"].written == rank["no new token"].written == []
 
 
 def test_one_request_object_given_twice_gets_the_same_responses_in_both_places(workers, folder):
@@ -168,9 +214,11 @@ def test_log_probs_of_a_bf16_model_are_kept_in_fp32(workers, folder):
     assert (done.log_probs != done.log_probs.bfloat16()).float().mean() > 0.9
 
 
-@pytest.mark.parametrize(("field", "value"), [("context_length", 0), ("max_sequences", 0)])
-def test_senseless_sizes_are_refused(field, value):
-    sizes = {"context_length": 8, "max_sequences": 1} | {field: value}
+@pytest.mark.parametrize(
+    "field", ["context_length", "max_sequences", "max_prefill_tokens", "max_cache_tokens", "num_lanes"]
+)
+def test_senseless_sizes_are_refused(field):
+    sizes = {"context_length": 8, "max_sequences": 1} | {field: 0}
     with pytest.raises(ValueError, match=f"{field}: got 0, allowed: from 1"):
         Engine([], None, **sizes)
 

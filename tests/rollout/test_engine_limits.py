@@ -12,7 +12,8 @@ from parallel.log_probs import score_tokens
 from parallel.mesh import Layout, build_mesh
 from parallel.pack import pack_sequences, unpad
 from parallel.schedule import forward
-from rollout.engine import Engine, Request
+from rollout.engine import Engine
+from rollout.requests import Paused, Request
 from rollout.sampling import SamplingParams
 from tests.rollout.engine_calls import PROMPTS, Call, load, run_one
 from tests.tiny_model import draw_sequences
@@ -65,16 +66,16 @@ def test_prompt_and_response_together_stay_within_the_context(workers, folder):
     assert done["16 tokens"].tokens == [[]]
     assert done["17 tokens"].refusal == "prompt 0: 17 tokens, allowed: 1 to context_length 16"
     assert len(done["unbroken"].tokens[0]) == 8
-    sizes = {name: call.slot_sizes for name, call in done.items()}
+    written = {name: call.written for name, call in done.items()}
     # The last token is never fed back, so the prompt of 10 needs 15 places; that of 16 needs a pass only to be scored.
-    assert sizes == {
+    assert written == {
         "10 tokens": [15],
         "16 tokens": [],
         "17 tokens": [],
         "unbroken": [15],
         "paused": [10],
-        "scored only": [16],
-        "scored": [16],
+        "scored only": [16 + 10],
+        "scored": [10 + 15],  # the prompt of 16 is done at once; the other one takes its place
     }
 
 
@@ -94,29 +95,31 @@ def test_prompts_are_scored_whole_with_and_without_new_tokens(workers, folder):
 
 def test_a_paused_response_goes_on_as_if_it_had_not_paused(workers, folder):
     """RC43: paused after 3 tokens, then 5 more: 8 in total."""
-    calls = rc43_calls()
-    done = run_one(workers, folder, **calls)
-    (paused,), (unbroken,) = done["paused"].completions, done["unbroken"].completions
-    request = replace(calls["unbroken"].requests[0], generated=paused.tokens)
+    call = rc43_calls()["unbroken"]
+    done = run_one(workers, folder, unbroken=call, paused=replace(call, pause_after=3))
+    (unbroken,), (resumed,) = done["unbroken"].completions, done["paused"].completions
+    (paused,) = done["paused"].paused
+    assert isinstance(paused, Paused)
+    assert len(paused.tokens) == 3
+    assert (len(resumed.tokens), resumed.versions) == (8, [1] * 3 + [2] * 5)
+    assert resumed.tokens == unbroken.tokens
+    torch.testing.assert_close(resumed.log_probs, unbroken.log_probs, rtol=0, atol=1e-5)
+    assert done["paused"].written == [15]  # the prompt, 3 tokens and 4 of the next 5
+
+
+def test_a_paused_response_at_its_limit_only_ends(workers, folder):
+    call = rc43_calls()["unbroken"]
+    request = call.requests[0]
+    full = Paused(request, 0, tuple(range(8)), ((-1.0, -1.0, 0.0),) * 8, (0,) * 8)
     scored = replace(CONTEXT_16, prompt_log_probs=True)
-    resumed = run_one(
-        workers,
-        folder,
-        resumed=replace(calls["unbroken"], requests=[request]),
-        finished=replace(calls["unbroken"], requests=[replace(request, generated=unbroken.tokens)], params=scored),
-        two=replace(calls["unbroken"], requests=[replace(request, num_samples=2)]),
-        too_long=replace(calls["unbroken"], requests=[replace(request, generated=[1] * 9)]),
+    done = run_one(
+        workers, folder, full=replace(call, requests=[full]), scored=replace(call, requests=[full], params=scored)
     )
-    (rest,) = resumed["resumed"].completions
-    assert (len(paused.tokens), len(rest.tokens)) == (3, 5)
-    assert paused.tokens + rest.tokens == unbroken.tokens
-    torch.testing.assert_close(torch.cat([paused.log_probs, rest.log_probs]), unbroken.log_probs, rtol=0, atol=1e-5)
-    assert resumed["resumed"].slot_sizes == [15]
-    assert resumed["finished"].tokens == [[]]
-    assert resumed["finished"].completions[0].prompt_log_probs.shape == (7,)
-    assert resumed["finished"].slot_sizes == [16]
-    assert resumed["two"].refusal == "prompt 0: num_samples 2, allowed when resumed: 1"
-    assert resumed["too_long"].refusal == "prompt 0: 17 tokens, allowed: 1 to context_length 16"
+    for name in ("full", "scored"):
+        (completion,) = done[name].completions
+        assert (completion.tokens, completion.finish_reason) == (list(range(8)), "length")
+    assert done["full"].written == []
+    assert done["scored"].completions[0].prompt_log_probs.shape == (7,)
 
 
 def left_padded(sequences: Sequence[Sequence[int]], seed: int) -> tuple[Tensor, Tensor]:

@@ -1,157 +1,135 @@
-"""The cache against causal attention written out.
+"""The cache, driven by the scheduler, against causal attention written out.
 
 Shapes: Hq = 4 query heads, Hkv = 2 key/value heads, D = 8 head size, S tokens of a sequence.
 """
+
+import random
 
 import pytest
 import torch
 from torch import Tensor
 
+from rollout.columns import Columns
 from rollout.kv_cache import KVCache
+from rollout.requests import Request
+from rollout.scheduler import Scheduler
+from rollout.steps import Response, Step
 
 HQ, HKV, D, SCALE = 4, 2, 8, 0.3
 LAYERS = 2
+WIDTHS = [2, 2, 4, 8, 16, 16]
 
 
-def new_cache(num_slots: int, capacity: int) -> KVCache:
-    return KVCache(LAYERS, num_slots, capacity, HKV, D, SCALE, like=torch.empty(0))
+def vectors(sequence: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Query `[S, Hq, D]`, key and value `[S, Hkv, D]`; those of a token depend on it and on all before it."""
+    parts = []
+    for end in range(1, len(sequence) + 1):
+        generator = torch.Generator().manual_seed(hash(sequence[:end]) % 2**40)
+        parts.append(torch.randn(HQ + 2 * HKV, D, generator=generator))
+    whole = torch.stack(parts)
+    return whole[:, :HQ], whole[:, HQ : HQ + HKV], whole[:, HQ + HKV :]
 
 
-def draw(num_tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query `[S, 1, Hq, D]`, key and value `[S, 1, Hkv, D]`."""
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(num_tokens, 1, heads, D, generator=generator) for heads in (HQ, HKV, HKV))
+def last_attended(sequence: tuple[int, ...]) -> Tensor:
+    """`[Hq * D]`: the last token looks at its predecessors and itself; head h reads key/value head h // 2."""
+    query, key, value = vectors(sequence)
+    heads = []
+    for head in range(HQ):
+        weights = (SCALE * key[:, head // 2] @ query[-1, head]).softmax(0)
+        heads.append(weights @ value[:, head // 2])
+    return torch.cat(heads)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """`[S, 1, Hq * D]`: each token in turn looks at its predecessors and itself; head h reads key/value head h // 2."""
-    rows = []
-    for token in range(len(query)):
-        heads = []
-        for head in range(HQ):
-            keys, values = key[: token + 1, 0, head // 2], value[: token + 1, 0, head // 2]
-            weights = (SCALE * keys @ query[token, 0, head]).softmax(0)
-            heads.append(weights @ values)
-        rows.append(torch.cat(heads))
-    return torch.stack(rows)[:, None]
+def new_cache(max_tokens: int, widths: list[int] = WIDTHS, dtype: torch.dtype = torch.float32) -> KVCache:
+    return KVCache(LAYERS, HKV, D, widths=widths, max_tokens=max_tokens, scale=SCALE, like=torch.empty(0, dtype=dtype))
 
 
-def prefill(
-    cache: KVCache, sequences: list[tuple[Tensor, Tensor, Tensor]], lengths: list[int], slots: list[int]
-) -> Tensor:
-    """Put the first tokens of each sequence into its slot, the same in every layer."""
-    cache.begin_prefill(lengths, slots)
-    heads = [[part[:length] for part in whole] for whole, length in zip(sequences, lengths, strict=True)]
-    rows = [torch.cat(parts) for parts in zip(*heads, strict=True)]
-    return [cache.attend(layer, *rows) for layer in range(LAYERS)][-1]
+def attend(cache: KVCache, step: Step, sequences: list[tuple[int, ...]], padding: int = 0) -> Tensor:
+    """Run a step through all layers; returns the last one's result."""
+    cache.begin(step)
+    parts = [torch.stack([vectors(sequence)[part][-1] for sequence in sequences])[:, None] for part in range(3)]
+    parts = [torch.nn.functional.pad(part, (0, 0, 0, 0, 0, 0, 0, padding)) for part in parts]
+    return [cache.attend(layer, *parts) for layer in range(LAYERS)][-1]
 
 
-def decode(cache: KVCache, sequences: list[tuple[Tensor, Tensor, Tensor]], positions: list[int]) -> Tensor:
-    """One step: token `positions[i]` of sequence i, which is in slot i."""
-    cache.begin_decode(torch.tensor(positions))
-    rows = [
-        torch.stack([whole[part][place] for whole, place in zip(sequences, positions, strict=True)])
-        for part in range(3)
-    ]
-    return [cache.attend(layer, *rows) for layer in range(LAYERS)][-1]
+class Play:
+    """Runs random responses to their end; the tokens are drawn from a generator, the model is `vectors`."""
+
+    def __init__(self, seed: int, max_tokens: int, max_rows: int, max_prefill_tokens: int):
+        self.chance = random.Random(seed)
+        self.cache = new_cache(max_tokens)
+        self.scheduler = Scheduler(
+            lambda: Columns(WIDTHS),
+            num_lanes=1,
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            max_prefill_tokens=max_prefill_tokens,
+        )
+        self.done: list[Response] = []
+        self.largest_error = 0.0
+        self.most_tokens = 0
+        self.num_together = 0
+
+    def run(self, responses: list[Response]) -> None:
+        for number, response in enumerate(responses):
+            response.order = number
+            self.scheduler.check_fits(len(response.request.prompt), response.limit)
+        self.scheduler.add(responses)
+        (lane,) = self.scheduler.lanes
+        while self.scheduler.busy:
+            before = {id(prefix): prefix.filled for prefix in lane.prefixes.keys}
+            step = self.scheduler.plan(lane)
+            assert step is not None
+            self.check(lane, step, before)
+            ended = []
+            for _, response in step.draws:
+                response.tokens.append(self.chance.randrange(9))
+                ended.append(len(response.tokens) == response.limit)
+            self.done += self.scheduler.finish(lane, step, ended)
+
+    def check(self, lane, step: Step, before: dict[int, int]) -> None:
+        sequences = []
+        for _, response in step.draws[: len(step.suffix_lengths)]:
+            sequences.append((*response.request.prompt, *response.tokens))
+        for chunk in step.chunks:
+            known = tuple(lane.prefixes.keys[chunk.row].tokens)
+            sequences += [known[: chunk.start + number + 1] for number in range(chunk.length)]
+        found = attend(self.cache, step, sequences, padding=3)
+        assert found.shape == (len(sequences) + 3, 1, HQ * D)
+        assert (found[len(sequences) :] == 0).all()
+        expected = torch.stack([last_attended(sequence) for sequence in sequences])
+        self.largest_error = max(self.largest_error, float((found[: len(sequences), 0] - expected).abs().max()))
+        held = self.cache.prefix.tokens + self.cache.suffix.tokens
+        self.most_tokens = max(self.most_tokens, held)
+        self.num_together = max(self.num_together, len(step.suffix_lengths))
 
 
-def check_rows(found: Tensor, sequences: list[tuple[Tensor, Tensor, Tensor]], positions: list[int]) -> None:
-    expected = torch.stack([causal_attention(*whole)[place] for whole, place in zip(sequences, positions, strict=True)])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+def random_responses(seed: int) -> list[Response]:
+    chance = random.Random(seed)
+    responses = []
+    for number in range(8):
+        prompt = tuple(chance.randrange(9) for _ in range(chance.choice([1, 2, 3, 5, 9, 17])))
+        request = Request(number, prompt, num_samples=chance.choice([1, 3, 4]))
+        for sample in range(request.num_samples):
+            responses.append(Response(request, sample, chance.randint(1, 14), frozenset()))
+    return responses
 
 
-def test_prefill_and_decode_equal_causal_attention_over_the_whole_sequence():
-    sequences, lengths = [draw(9, 1), draw(9, 2), draw(9, 3)], [3, 1, 5]
-    cache = new_cache(num_slots=3, capacity=9)
-    first = prefill(cache, sequences, lengths, slots=[0, 1, 2])
-    expected = [causal_attention(*whole)[:length] for whole, length in zip(sequences, lengths, strict=True)]
-    torch.testing.assert_close(first, torch.cat(expected), rtol=1e-5, atol=1e-6)
-    for step in range(4):
-        positions = [length + step for length in lengths]
-        check_rows(decode(cache, sequences, positions), sequences, positions)
-
-
-def test_padding_rows_give_zeros_and_are_not_stored():
-    query, key, value = draw(4, 1)
-    cache = new_cache(num_slots=1, capacity=4)
-    cache.begin_prefill([3], [0])
-    attended = cache.attend(0, query, key, value)
-    assert attended.shape == (4, 1, HQ * D)
-    assert not attended[3].any()
-    assert not cache.keys[0, 0, :, 3].any()
-    cache.begin_decode(torch.tensor([3]))
-    attended = cache.attend(0, query[2:], key[2:], value[2:])
-    assert attended[0].any()
-    assert not attended[1].any()
-    assert torch.equal(cache.keys[0, 0, :, 3], key[2, 0])
-
-
-def test_slots_hold_each_layer_and_sequence_apart():
-    cache = new_cache(num_slots=2, capacity=3)
-    sequences = [draw(2, 1), draw(3, 2)]
-    cache.begin_prefill([2, 3], [1, 0])
-    query, key, value = (torch.cat(parts) for parts in zip(*sequences, strict=True))
-    cache.attend(1, query, key, value)
-    assert not cache.keys[0].any()
-    assert torch.equal(cache.keys[1, 1, :, :2], sequences[0][1][:, 0].transpose(0, 1))
-    assert torch.equal(cache.values[1, 0], sequences[1][2][:, 0].transpose(0, 1))
-
-
-def test_memory_that_was_never_written_cannot_reach_a_result():
-    """A masked position has weight zero, but zero times NaN is NaN: new memory must not hold what was there before."""
-    for _ in range(3):
-        poison = torch.full((LAYERS, 2, HKV, 64, D), torch.nan)
-        del poison  # the allocator may hand out the same memory again
-        cache = new_cache(num_slots=2, capacity=64)
-        assert not cache.keys.any()
-        assert not cache.values.any()
-        sequences = [draw(40, 1), draw(40, 2)]
-        prefill(cache, sequences, [33, 2], [0, 1])
-        check_rows(decode(cache, sequences, [33, 2]), sequences, [33, 2])
-
-
-def test_what_an_earlier_sequence_left_in_a_slot_is_masked():
-    cache = new_cache(num_slots=2, capacity=8)
-    cache.keys.fill_(50.0)
-    cache.values.fill_(1e6)
-    sequences, lengths = [draw(8, 1), draw(8, 2)], [2, 6]
-    prefill(cache, sequences, lengths, [0, 1])
-    for step in range(2):
-        positions = [length + step for length in lengths]
-        check_rows(decode(cache, sequences, positions), sequences, positions)
-
-
-def test_a_fork_goes_on_from_the_prompt_on_its_own():
-    prompt = draw(3, 0)
-    branches = [
-        tuple(torch.cat([part, rest]) for part, rest in zip(prompt, draw(3, seed), strict=True)) for seed in (1, 2, 3)
-    ]
-    cache = new_cache(num_slots=3, capacity=6)
-    prefill(cache, [prompt], [3], [0])
-    cache.fork(0, [1, 2], length=3)
-    for place in (3, 4, 5):
-        check_rows(decode(cache, branches, [place] * 3), branches, [place] * 3)
-
-
-def test_a_moved_sequence_goes_on_in_its_new_slot():
-    sequences = [draw(8, 1), draw(8, 2), draw(8, 3)]
-    cache = new_cache(num_slots=3, capacity=8)
-    prefill(cache, sequences, [5, 2, 4], [0, 1, 2])
-    decode(cache, sequences, [5, 2, 4])
-    cache.move(2, 0, length=5)  # sequence 0, the longest, is done
-    kept = [sequences[2], sequences[1]]
-    for step in range(2):
-        positions = [5 + step, 3 + step]
-        check_rows(decode(cache, kept, positions), kept, positions)
-
-
-def test_nothing_is_written_past_a_slot():
-    cache = new_cache(num_slots=1, capacity=4)
-    assert (cache.num_slots, cache.capacity) == (1, 4)
-    with pytest.raises(AssertionError, match="a prompt is longer than its slot"):
-        cache.begin_prefill([5], [0])
-    with pytest.raises(AssertionError, match="a response is longer than its slot"):
-        cache.begin_decode(torch.tensor([4]))
-    with pytest.raises(AssertionError, match="attention before begin_prefill or begin_decode"):
-        cache.attend(0, *draw(1, 1))
+@pytest.mark.parametrize(
+    ("max_tokens", "max_rows", "max_prefill_tokens"), [(2000, 64, 1000), (2000, 5, 4), (100, 64, 7), (70, 3, 1000)]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_every_row_attends_to_its_own_tokens_within_the_memory(seed, max_tokens, max_rows, max_prefill_tokens):
+    """Long and short prompts in chunks, groups, responses that end, grow, give way and come back."""
+    play = Play(seed, max_tokens, max_rows, max_prefill_tokens)
+    responses = random_responses(seed)
+    play.run(responses)
+    assert play.largest_error < 1e-5
+    assert play.most_tokens <= max_tokens
+    assert sorted(response.order for response in play.done) == list(range(len(responses)))
+    assert all(len(response.tokens) == response.limit for response in responses)
+    assert 3 <= play.num_together <= max_rows or max_rows == 3
+    if max_tokens == 100:
+        assert play.scheduler.num_preempted > 0
+    lane = play.scheduler.lanes[0]
+    assert (lane.free, lane.prefixes.keys, lane.suffixes.keys) == (max_tokens, [], [])
