@@ -96,8 +96,19 @@ class RolloutSettings:
     max_prompt_tokens: int = option(512, "longer prompts are left out, in tokens")
     max_new_tokens: int = option(256, "limit of a response, in tokens")
     temperature: float = option(1.0, "of sampling and of all log-probs; above 0")
-    max_sequences: int = option(256, "responses decoded at a time by one model replica (bounds the KV cache)")
-    max_generation_rounds: int = option(10, "of a step, when the recipe drops groups")
+    max_sequences: int = option(256, "responses decoded at a time by one model replica")
+    max_prefill_tokens: int = option(8192, "prompt tokens computed in one decoding step; longer prompts take several")
+    max_cache_tokens: int | None = option(
+        None, "bound of a replica's KV cache in tokens; none: what free memory allows"
+    )
+    keep_cache: bool = option(False, "keep the KV cache's memory during training")
+    reward_threads: int = option(1, "threads that score while others decode; 0: main thread, for rules with signals")
+    max_generation_rounds: int = option(10, "times prompts_per_step: most prompts of a step whose recipe drops groups")
+    oversampling: float = option(
+        1.0,
+        "prompts started per prompt needed; above 1 a step ends when enough groups are complete and the rest goes on in "
+        "the next: responses then come from several versions of the weights, and results depend on the layout",
+    )
     num_mini_batches: int = option(4, "optimizer steps of a step, each on its own groups")
 
     def check(self, shape: QwenShape, max_tokens_per_pack: int) -> None:
@@ -108,6 +119,9 @@ class RolloutSettings:
         """
         _at_least(self, prompts_per_step=1, group_size=1, max_prompt_tokens=1, max_new_tokens=1, max_sequences=1)
         _at_least(self, max_generation_rounds=1, eval_every=0, eval_max_prompts=1)
+        _at_least(self, max_prefill_tokens=1, reward_threads=0, oversampling=1)
+        if self.max_cache_tokens is not None:
+            _at_least(self, max_cache_tokens=1)
         if not 1 <= self.num_mini_batches <= self.prompts_per_step:
             raise ValueError(
                 f"num_mini_batches: got {self.num_mini_batches}, allowed: 1 to prompts_per_step {self.prompts_per_step}"

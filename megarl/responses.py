@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from megarl.batch import Sample
 from megarl.data.prompts import PromptExample
 from megarl.data.tokenizer import Tokenizer
+from megarl.groups import Group
 from megarl.rewards.rules import Reward
 from megarl.rewards.scoring import score_response
 from parallel.mesh import Mesh
-from rollout.engine import Completion, Engine, Request
+from rollout.engine import Engine
+from rollout.replicas import BORDER_STEPS, SharedRollout
+from rollout.requests import Completion, Paused, Request
 from rollout.sampling import SamplingParams
+
+Judge = Callable[[list[Group]], "Sequence[PromptExample] | None"]
+"""Called with groups as they are complete, at the same moment on every rank. Returns prompts to respond to as well, or
+None to pause everything that isn't finished."""
+
+
+@dataclass
+class OpenGroup:
+    """A group that isn't complete: its scored samples, and the rest to be generated."""
+
+    prompt: PromptExample
+    samples: Group = field(default_factory=list)
+    rest: list[Request | Paused] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Responder:
     """Generates with the engine and scores with a reward rule.
 
-    `require_finished`: a response cut off at the length limit scores 0, whatever the rule would say of its text.
+    Attributes:
+        require_finished: a response cut off at the length limit scores 0, whatever the rule would say of its text.
+        reward_threads: threads of each replica that score finished responses while others are still generated; 0 for
+            rules that only work in the main thread (they use signals).
+        border_steps: engine steps after which replicas compare notes, see `rollout.replicas`.
     """
 
     engine: Engine
@@ -27,27 +49,93 @@ class Responder:
     tokenizer: Tokenizer
     reward: Reward
     require_finished: bool
+    reward_threads: int = 1
+    border_steps: int = BORDER_STEPS
 
     def respond(
-        self, prompts: Sequence[PromptExample], group_size: int, sampling: SamplingParams
-    ) -> list[list[Sample]]:
+        self, prompts: Sequence[PromptExample], group_size: int, sampling: SamplingParams, version: int = 0
+    ) -> list[Group]:
         """Generate and score `group_size` responses to each prompt, shared out over data ranks.
 
         Returns: the groups of all prompts on all ranks, in the order of `prompts`.
         """
-        mine = prompts[self.mesh.data_rank :: self.mesh.data_size]
-        requests = [Request(prompt.prompt_id, prompt.tokens, group_size) for prompt in mine]
-        completions = self.engine.generate(requests, sampling)
-        groups = [completions[start : start + group_size] for start in range(0, len(completions), group_size)]
-        scored = None
-        if self.mesh.tensor_rank == 0 and self.mesh.is_first_stage:
-            # The rule runs once per response: it may be random, slow or a service.
-            scored = [
-                [self._score(prompt, completion) for completion in group]
-                for prompt, group in zip(mine, groups, strict=True)
-            ]
-        everywhere = self.mesh.gather_over_data(self.mesh.from_first_model_rank(scored))
-        return [everywhere[index % self.mesh.data_size][index // self.mesh.data_size] for index in range(len(prompts))]
+        groups: dict[int, Group] = {}
+
+        def judge(complete: list[Group]) -> Sequence[PromptExample]:
+            groups.update((group[0].prompt_id, group) for group in complete)
+            return ()
+
+        self.respond_until([], prompts, group_size, sampling, judge, version)
+        return [groups[prompt.prompt_id] for prompt in prompts]
+
+    def respond_until(
+        self,
+        unfinished: Sequence[OpenGroup],
+        prompts: Sequence[PromptExample],
+        group_size: int,
+        sampling: SamplingParams,
+        judge: Judge,
+        version: int = 0,
+    ) -> list[OpenGroup]:
+        """Go on with unfinished groups and respond to prompts until all groups, and those `judge` asks for, are
+        complete, or until it pauses the rest.
+
+        Returns: the groups that were paused, the same on every rank.
+        """
+        work = _Work(group_size, unfinished)
+        shared = SharedRollout(self.engine, sampling, version, self.border_steps)
+        with shared, ThreadPoolExecutor(max(self.reward_threads, 1)) as pool:
+            shared.add([item for group in unfinished for item in group.rest])
+            shared.add(work.start(prompts))
+            scoring: deque[Future[Sample]] = deque()
+            while shared.busy or work.groups:
+                for completion in shared.run_to_border():
+                    if self.mesh.is_first_model_rank:  # the rule runs once for each: it may be random or a service
+                        prompt = work.groups[completion.prompt_id].prompt
+                        scoring.append(self._start_scoring(pool, prompt, completion))
+                complete = work.add(self._exchange(scoring, wait=not shared.busy))
+                if not complete:
+                    continue
+                more = judge(complete)
+                if more is None:
+                    rest = shared.pause()
+                    complete = work.add(self._exchange(scoring, wait=True))
+                    judge(complete)
+                    return work.pause(rest)
+                shared.add(work.start(more))
+        return []
+
+    def _start_scoring(self, pool: ThreadPoolExecutor, prompt: PromptExample, completion: Completion) -> Future[Sample]:
+        if self.reward_threads:
+            return pool.submit(self._score, prompt, completion)
+        done: Future[Sample] = Future()
+        done.set_result(self._score(prompt, completion))
+        return done
+
+    def _exchange(self, scoring: deque[Future[Sample]], wait: bool) -> list[Sample]:
+        """Return the samples scored on any replica since the last call, on all ranks.
+
+        Args:
+            wait: also wait for those still being scored.
+
+        Raises:
+            Exception: a reward failed: its own error on the rank that called it, RuntimeError on the others.
+        """
+        scored: list[Sample] = []
+        error: Exception | None = None
+        while scoring and error is None and (wait or scoring[0].done()):
+            future = scoring.popleft()
+            error = future.exception()  # type: ignore[assignment]
+            if error is None:
+                scored.append(future.result())
+        mine = self.mesh.from_first_model_rank((scored, None if error is None else str(error)))
+        everywhere = self.mesh.gather_over_data(mine)
+        if error is not None:
+            raise error
+        for _, problem in everywhere:
+            if problem is not None:
+                raise RuntimeError(problem)
+        return [sample for samples, _ in everywhere for sample in samples]
 
     def _score(self, prompt: PromptExample, completion: Completion) -> Sample:
         truncated = completion.finish_reason == "length"
@@ -65,3 +153,35 @@ class Responder:
             score=score,
             truncated=truncated,
         )
+
+
+class _Work:
+    """The groups under way."""
+
+    def __init__(self, group_size: int, unfinished: Sequence[OpenGroup]):
+        self.group_size = group_size
+        self.groups = {group.prompt.prompt_id: group for group in unfinished}
+
+    def start(self, prompts: Sequence[PromptExample]) -> list[Request]:
+        self.groups |= {prompt.prompt_id: OpenGroup(prompt) for prompt in prompts}
+        return [Request(prompt.prompt_id, prompt.tokens, self.group_size) for prompt in prompts]
+
+    def add(self, samples: Sequence[Sample]) -> list[Group]:
+        """Sort samples into their groups; returns those now complete, in the order of prompts and samples."""
+        complete = []
+        for sample in samples:
+            group = self.groups[sample.prompt_id].samples
+            group.append(sample)
+            if len(group) == self.group_size:
+                del self.groups[sample.prompt_id]
+                complete.append(sorted(group, key=lambda sample: sample.sample_index))
+        return sorted(complete, key=lambda group: group[0].prompt_id)
+
+    def pause(self, rest: Sequence[Request | Paused]) -> list[OpenGroup]:
+        """Return the groups that aren't complete, with what is left to generate."""
+        for group in self.groups.values():
+            group.rest = []
+        for item in rest:
+            request = item.request if isinstance(item, Paused) else item
+            self.groups[request.prompt_id].rest.append(item)
+        return [self.groups[prompt_id] for prompt_id in sorted(self.groups)]

@@ -9,19 +9,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
 
 from megarl.batch import Sample, TrainPack, balance, build_packs, count_globally
 from megarl.config import DTYPES, PolicyConfig
-from megarl.data.prompts import PromptSource
+from megarl.data.prompts import PromptExample, PromptSource
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 from megarl.evaluate import Evaluator
+from megarl.groups import GroupCollector
 from megarl.progress import Progress
 from megarl.report import draw_curves
-from megarl.responses import Responder
+from megarl.responses import OpenGroup, Responder
 from megarl.rewards.scoring import load_reward
 from megarl.run_folder import begin_run
 from megarl.tracking import Tracker
@@ -46,6 +47,7 @@ class State:
     optimizer_step: int = 0
     num_prompts_used: int = 0
     num_skipped: int = 0
+    unfinished: list[OpenGroup] = field(default_factory=list)
 
 
 class PolicyTrainer:
@@ -61,9 +63,14 @@ class PolicyTrainer:
         self.policy = Trainable(build_model(shape, mesh, DTYPES[run.dtype]), mesh, config.optimizer)
         self.policy.load_hf(run.model, seed=run.seed)
         self.reference = self._build_reference(shape)
-        engine = Engine(self.policy.models, mesh, rollout.context_length, rollout.max_sequences)
-        reward = load_reward(rollout.reward)
-        self.responder = Responder(engine, mesh, self.tokenizer, reward, rollout.require_finished)
+        self.responder = Responder(
+            self._build_engine(),
+            mesh,
+            self.tokenizer,
+            load_reward(rollout.reward),
+            require_finished=rollout.require_finished,
+            reward_threads=rollout.reward_threads,
+        )
         self.sampling = SamplingParams(
             temperature=rollout.temperature,
             max_new_tokens=rollout.max_new_tokens,
@@ -79,6 +86,18 @@ class PolicyTrainer:
         models = build_model(shape, self.mesh, DTYPES[self.config.run.dtype])
         import_hf(self.config.run.model, models, self.mesh)
         return models
+
+    def _build_engine(self) -> Engine:
+        rollout = self.config.rollout
+        return Engine(
+            self.policy.models,
+            self.mesh,
+            rollout.context_length,
+            rollout.max_sequences,
+            rollout.max_prefill_tokens,
+            rollout.max_cache_tokens,
+            keep_cache=rollout.keep_cache,
+        )
 
     def evaluator(self) -> Evaluator:
         """Return the evaluator of the config's held-out prompts; without a file it has nothing to evaluate."""
@@ -106,30 +125,44 @@ class PolicyTrainer:
         }
 
     def generate_groups(self) -> tuple[list[list[Sample]], dict[str, float]]:
-        """Generate groups until `prompts_per_step` of them are kept, at most `max_generation_rounds` times.
+        """Generate until `prompts_per_step` groups are kept, see `GroupCollector`.
 
-        Returns: the kept groups, and metrics of everything that was generated. After the last round, training goes on
-            with the groups there are.
+        Returns: the kept groups in the order of prompts, and metrics of everything that was generated. If too few are
+            kept, training goes on with those.
         """
-        rollout, keep = self.config.rollout, self.config.recipe.keep_group
-        kept: list[list[Sample]] = []
-        everything: list[Sample] = []
-        num_rounds = 0
-        while len(kept) < rollout.prompts_per_step and num_rounds < rollout.max_generation_rounds:
-            wanted = rollout.prompts_per_step - len(kept)
-            prompts = self.prompts.take(self.state.num_prompts_used, wanted, self.config.run.seed)
-            self.state.num_prompts_used += wanted
-            num_rounds += 1
-            for group in self.responder.respond(prompts, rollout.group_size, self.sampling):
-                everything += group
-                if keep is None or keep([sample.score for sample in group]):
-                    kept.append(group)
-        if len(kept) < rollout.prompts_per_step:
+        rollout, state = self.config.rollout, self.state
+        collector = GroupCollector(
+            self._take_prompts,
+            self.config.recipe.keep_group,
+            wanted=rollout.prompts_per_step,
+            max_rounds=rollout.max_generation_rounds,
+            oversampling=rollout.oversampling,
+            num_under_way=len(state.unfinished),
+        )
+        state.unfinished = self.responder.respond_until(
+            state.unfinished,
+            collector.start(),
+            rollout.group_size,
+            self.sampling,
+            collector.judge,
+            version=state.step,
+        )
+        if not collector.enough:
             logger.warning(
                 "step %d: %d of %d groups kept after %d rounds; training on those",
-                *(self.state.step, len(kept), rollout.prompts_per_step, num_rounds),
+                *(state.step, len(collector.kept), rollout.prompts_per_step, collector.num_rounds),
             )
-        return kept, {**_rollout_metrics(everything), "groups_kept": len(kept), "generation_rounds": num_rounds}
+        return sorted(collector.kept, key=lambda group: group[0].prompt_id), {
+            **_rollout_metrics(collector.everything),
+            "groups_kept": len(collector.kept),
+            "generation_rounds": collector.num_rounds,
+            "groups_paused": len(state.unfinished),
+        }
+
+    def _take_prompts(self, number: int) -> list[PromptExample]:
+        prompts = self.prompts.take(self.state.num_prompts_used, number, self.config.run.seed)
+        self.state.num_prompts_used += number
+        return prompts
 
     def assign_advantages(self, groups: Sequence[Sequence[Sample]]) -> list[Sample]:
         """Shape rewards, mask truncated responses and compute advantages, as the recipe says."""

@@ -44,6 +44,11 @@ class SharedRollout:
         """See `Rollout.close`."""
         self._own.close()
 
+    @property
+    def num_preempted(self) -> int:
+        """How often responses of this replica gave way because its cache was full."""
+        return self._own.scheduler.num_preempted
+
     def add(self, requests: Sequence[Request | Paused], expected: Sequence[float] | None = None) -> None:
         """Queue requests, each on the replica with least to do.
 

@@ -1,0 +1,66 @@
+"""Which prompts a step uses: as many as it takes until enough groups are kept, within a bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megarl.batch import Sample
+from megarl.data.prompts import PromptExample
+
+Group = list[Sample]
+
+
+@dataclass
+class GroupCollector:
+    """Collects the groups of a step.
+
+    In place of a group that is dropped another prompt starts at once. With `oversampling` 1 which prompts are used
+    depends neither on the layout nor on what finishes first: it is the first ones of the data of which `wanted` are
+    kept.
+
+    Attributes:
+        take: gives the next prompts of the run.
+        keep: whether to train on a group, from its scores; None keeps all.
+        wanted: groups to be kept.
+        max_rounds: most prompts to start, in multiples of `wanted`.
+        oversampling: prompts under way or kept, per group wanted.
+        num_under_way: groups that are being generated.
+    """
+
+    take: Callable[[int], list[PromptExample]]
+    keep: Callable[[Sequence[float]], bool] | None
+    wanted: int
+    max_rounds: int
+    oversampling: float = 1.0
+    num_under_way: int = 0
+    num_started: int = 0
+    kept: list[Group] = field(default_factory=list)
+    everything: list[Sample] = field(default_factory=list)
+
+    @property
+    def enough(self) -> bool:
+        return len(self.kept) >= self.wanted
+
+    @property
+    def num_rounds(self) -> int:
+        """Prompts started in multiples of `wanted`, rounded up."""
+        return math.ceil(self.num_started / self.wanted)
+
+    def start(self) -> list[PromptExample]:
+        """Return the prompts to start now."""
+        missing = math.ceil(self.wanted * self.oversampling) - len(self.kept) - self.num_under_way
+        number = max(min(missing, self.wanted * self.max_rounds - self.num_started), 0)
+        self.num_started += number
+        self.num_under_way += number
+        return self.take(number)
+
+    def judge(self, groups: Sequence[Group]) -> list[PromptExample] | None:
+        """Take in complete groups; returns prompts to start in place of dropped ones, None once there are enough."""
+        self.num_under_way -= len(groups)
+        for group in groups:
+            self.everything += group
+            if self.keep is None or self.keep([sample.score for sample in group]):
+                self.kept.append(group)
+        return None if self.enough else self.start()
