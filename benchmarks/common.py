@@ -51,16 +51,22 @@ CASES = {
     "PP2xVP2": Case(Layout(1, 2, 2), 2),
     "TP2xPP2": Case(Layout(2, 2), 4),
     "TP2xPP2xDP2+SP": Case(Layout(2, 2, sequence_parallel=True), 8),
+    "TP2+SP": Case(Layout(2, sequence_parallel=True), 2),
+    "TP4": Case(Layout(4), 4),
+    "PP4": Case(Layout(1, 4), 4),
+    "PP2 3+1": Case(Layout(1, 2, num_layers_in_first_pipeline_stage=3, num_layers_in_last_pipeline_stage=1), 2),
 }
-"""Tensor, pipeline, data and virtual pipeline sizes; SP is sequence parallelism."""
+"""Tensor, pipeline, data and virtual pipeline sizes; SP is sequence parallelism, 3+1 an uneven split of 4 layers."""
+
+TRAINING_CASES = tuple(list(CASES)[:7])
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser with the flags that all benchmarks over layouts take."""
+def make_parser(description: str, layouts: Sequence[str] = TRAINING_CASES) -> argparse.ArgumentParser:
+    """Return a parser with the flags that all benchmarks over layouts take; `layouts` are those run by default."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ", ".join(CASES)
+    names, default = ", ".join(CASES), ", ".join(layouts)
     parser.add_argument(
-        "--layouts", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=f"of {names} (default: all)"
+        "--layouts", nargs="+", choices=CASES, default=list(layouts), metavar="NAME", help=f"of {names} ({default})"
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here (default: nowhere)")
