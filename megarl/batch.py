@@ -30,6 +30,7 @@ class Sample:
         truncated: the response ended at the length limit.
         in_loss: False: its tokens are masked out of the loss (truncated responses, if the recipe says so).
         advantage: of every token of the response.
+        versions: of the weights (training steps) that drew each token.
     """
 
     prompt_id: int
@@ -42,6 +43,7 @@ class Sample:
     reward: float = 0.0
     in_loss: bool = True
     advantage: float = 0.0
+    versions: Sequence[int] = ()
 
     @property
     def num_tokens(self) -> int:

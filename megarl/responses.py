@@ -152,6 +152,7 @@ class Responder:
             rollout_log_probs=completion.log_probs,
             score=score,
             truncated=truncated,
+            versions=completion.versions,
         )
 
 

@@ -157,6 +157,7 @@ class PolicyTrainer:
             "groups_kept": len(collector.kept),
             "generation_rounds": collector.num_rounds,
             "groups_paused": len(state.unfinished),
+            "stale_tokens": _share_of_older(collector.everything, state.step),
         }
 
     def _take_prompts(self, number: int) -> list[PromptExample]:
@@ -227,6 +228,12 @@ def _rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "response_tokens": sum(len(sample.response) for sample in samples) / num,
         "truncated": sum(sample.truncated for sample in samples) / num,
     }
+
+
+def _share_of_older(samples: Sequence[Sample], version: int) -> float:
+    """Share of the response tokens that earlier weights drew."""
+    versions = [drawn_by for sample in samples for drawn_by in sample.versions]
+    return sum(drawn_by < version for drawn_by in versions) / max(len(versions), 1)
 
 
 def _mean_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
