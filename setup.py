@@ -39,6 +39,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["megarl", "megarl.*", "parallel", "parallel.*", "rollout", "rollout.*"]),
+    entry_points={"console_scripts": ["megarl = megarl.__main__:main"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
 )

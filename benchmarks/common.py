@@ -16,6 +16,8 @@ import torch
 import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file, save_file
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # before this folder, whose rollout.py would hide the package
+
 from megarl.config import PolicyConfig, RolloutSettings, RunSettings
 from megarl.data.prompts import write_prompts
 from megarl.data.tasks import SortDigits

@@ -106,8 +106,8 @@ class RolloutSettings:
     max_generation_rounds: int = option(10, "times prompts_per_step: most prompts of a step whose recipe drops groups")
     oversampling: float = option(
         1.0,
-        "prompts started per prompt needed; above 1 a step ends once enough groups are complete, the others go on in the "
-        "next: responses then come from several versions of the weights, and results depend on the layout",
+        "prompts started per prompt needed; above 1 a step ends once enough groups are complete and the rest goes on "
+        "in the next: responses then come from several versions of the weights, and results depend on the layout",
     )
     num_mini_batches: int = option(4, "optimizer steps of a step, each on its own groups")
 

@@ -91,13 +91,14 @@ class FunctionalStage:
         states = self._embed(tokens) if hidden is None else hidden
         angles = rotary_angles(self.model.shape, positions)[:, 0]  # [T, 1, D]
         cosine, sine = angles.cos().to(states.dtype)[:, None], angles.sin().to(states.dtype)[:, None]
+        half = cosine.shape[-1] // 2
+        sine[..., :half].neg_()  # turns (left, right) into (left cos - right sin, right cos + left sin)
         for index, layer in enumerate(self.layers):
             heads = layer.qkv(self._norm(states, layer.input_norm)).view(
                 len(states), self.kv_heads, -1, cosine.shape[-1]
             )
             turned = layer.norm_heads(heads[:, :, :-1], self.eps)  # queries and key of each group
-            left, right = turned.chunk(2, -1)
-            turned = turned * cosine + torch.cat((-right, left), -1) * sine
+            turned = torch.addcmul(turned * cosine, turned.roll(half, -1), sine)
             query, key, value = turned[:, :, :-1].flatten(1, 2), turned[:, :, -1], heads[:, :, -1]
             attended = cache.attend(index, query[:, None], key[:, None], value[:, None])[:, 0]
             states = states + self._sum(layer.proj(attended))
@@ -158,7 +159,8 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     weight, bias = weight.detach(), None if bias is None else bias.detach()
     dtype = weight.dtype
     if weight.numel() < MIN_PACKED or not torch.backends.mkldnn.is_available():
-        return lambda x: F.linear(x, weight, bias)
+        transposed = weight.T.contiguous()
+        return lambda x: x @ transposed if bias is None else torch.addmm(bias, x, transposed)
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         weight, bias = weight.float(), None if bias is None else bias.float()
     packed, inner = torch.ops.mkldnn._reorder_linear_weight(weight, 64), weight.dtype

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,8 +165,14 @@ def rope_attention_scale(shape: QwenShape) -> float:
 
 def rotary_angles(shape: QwenShape, positions: torch.Tensor) -> torch.Tensor:
     """Return the angles at positions `[T]`: `[T, 1, 1, D]` fp32 on the same device, both halves of D alike."""
-    angles = positions.float()[:, None] * rope_inverse_frequencies(shape).to(positions.device)
+    angles = positions.float()[:, None] * _frequencies(shape, positions.device)
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+@lru_cache(maxsize=8)
+def _frequencies(shape: QwenShape, device: torch.device) -> torch.Tensor:
+    """On a device: a copy from the host waits, and can't be part of a CUDA graph."""
+    return rope_inverse_frequencies(shape).to(device)
 
 
 def transformer_config(

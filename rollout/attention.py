@@ -28,7 +28,7 @@ def partial_attention(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
-    scores = (query @ key.transpose(2, 3)).float() * scale
+    scores = query.float() @ key.float().transpose(2, 3) * scale
     if mask is not None:
         scores = scores + mask
     if causal:

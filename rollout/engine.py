@@ -9,14 +9,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
+from parallel.inference import build_stage
 from parallel.mesh import Mesh
 from parallel.model import QwenModel
+from rollout.block_attention import choose_attention
+from rollout.blocks import BLOCK_TOKENS, BlockPool, Blocks
 from rollout.columns import FIRST_WIDTH, Columns, column_widths
+from rollout.graphs import DecodeGraphs, check_graphs
+from rollout.kv_cache import KVCache
 from rollout.memory import cache_tokens
+from rollout.paged_cache import PagedCache
 from rollout.pipeline import Pipeline
 from rollout.requests import Completion, Paused, Request
 from rollout.sampling import SamplingParams
-from rollout.scheduler import Scheduler
+from rollout.scheduler import Scheduler, TierBook
 from rollout.session import Rollout
 
 logger = logging.getLogger(__name__)
@@ -32,10 +38,13 @@ class Engine:
         max_prefill_tokens: prompt tokens computed in one step; longer prompts take several.
         max_cache_tokens: bound of the KV cache; None takes what free memory allows at the first call, at most what
             `max_sequences` responses can need.
-        cache_page_tokens: least tokens of cache that a prompt or a response reserves; what it reserves doubles.
+        cache_page_tokens: least tokens of cache that a prompt or a response reserves; None for 128 in columns, 256 in
+            blocks. What is reserved in columns doubles; in blocks it grows by as much again.
         num_lanes: groups of responses in flight in the pipeline; None for one per pipeline rank.
         keep_cache: keep the cache's memory between calls.
         decode: token ids -> text, needed for stop strings only.
+        paged: store keys and values in blocks, all memory taken at the start, not in columns that grow; None: on CUDA.
+        cuda_graphs: replay decoding steps as CUDA graphs (not yet run on a GPU).
     """
 
     def __init__(
@@ -46,10 +55,12 @@ class Engine:
         max_sequences: int = 256,
         max_prefill_tokens: int = 8192,
         max_cache_tokens: int | None = None,
-        cache_page_tokens: int = FIRST_WIDTH,
+        cache_page_tokens: int | None = None,
         num_lanes: int | None = None,
         keep_cache: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
+        paged: bool | None = None,
+        cuda_graphs: bool = False,
     ):
         sizes = {
             "context_length": context_length,
@@ -68,7 +79,14 @@ class Engine:
         self.max_sequences = max_sequences
         self.max_prefill_tokens = max_prefill_tokens
         self.max_cache_tokens = max_cache_tokens
-        self.widths = column_widths(context_length, cache_page_tokens)
+        paged = mesh.device.type == "cuda" if paged is None else paged
+        self.page_tokens = cache_page_tokens or (BLOCK_TOKENS if paged else FIRST_WIDTH)
+        self.most_pages = -(-context_length // self.page_tokens)
+        self.widths = column_widths(context_length, self.page_tokens)
+        self.attention = choose_attention(self.models[0], self.page_tokens) if paged else None
+        self.cuda_graphs = cuda_graphs
+        if cuda_graphs:
+            check_graphs(mesh, self.attention)
         self.num_lanes = num_lanes
         self.keep_cache = keep_cache
         self.decode = decode
@@ -107,12 +125,12 @@ class Engine:
         if params.stop_strings and self.decode is None:
             raise ValueError("stop_strings: got some, allowed with this engine: none (it has no `decode`)")
         if self.max_cache_tokens is None:
-            sizes = self.max_sequences, self.context_length
+            sizes = self.max_sequences, self.context_length, self.page_tokens if self.attention else None
             self.max_cache_tokens = cache_tokens(self.models, self.mesh, *sizes)
             logger.info("KV cache: at most %d tokens of this rank's heads and layers", self.max_cache_tokens)
         lanes = self.num_lanes or self.mesh.pipeline_size
         scheduler = Scheduler(
-            lambda: Columns(self.widths),
+            self._book_maker(lanes, self.max_cache_tokens // lanes),
             num_lanes=lanes,
             max_rows=-(-self.max_sequences // lanes),
             max_tokens=self.max_cache_tokens // lanes,
@@ -126,16 +144,30 @@ class Engine:
         if kept is not None:
             kept.reopen(params)
             return kept
-        return Pipeline(
-            self.models,
-            self.mesh,
-            params,
-            num_lanes=len(scheduler.lanes),
-            max_tokens=scheduler.lanes[0].max_tokens,
-            widths=self.widths,
-        )
+        num_lanes, lane = len(scheduler.lanes), scheduler.lanes[0]
+        if self.attention is None:
+            columns = [
+                [KVCache.of(model, self.widths, lane.max_tokens) for model in self.models] for _ in range(num_lanes)
+            ]
+            return Pipeline(self.models, self.mesh, params, columns)
+        num_blocks = self._num_blocks(num_lanes, lane.max_tokens)
+        blocks = [PagedCache.of(model, num_blocks, self.page_tokens, self.attention) for model in self.models]
+        graphs = None
+        if self.cuda_graphs:
+            graphs = DecodeGraphs(build_stage(self.models[0]), blocks[0], lane.max_rows, self.most_pages)
+        return Pipeline(self.models, self.mesh, params, [blocks] * num_lanes, graphs)
 
     def close_pipeline(self, pipeline: Pipeline) -> None:
         """End a rollout's use of its stages and caches."""
         pipeline.close()
         self.kept = pipeline if self.keep_cache else None
+
+    def _book_maker(self, num_lanes: int, lane_tokens: int) -> Callable[[], TierBook]:
+        """Return what gives an empty book of a cache tier; lanes share blocks, each within its own bound."""
+        if self.attention is None:
+            return lambda: Columns(self.widths)
+        pool = BlockPool(self._num_blocks(num_lanes, lane_tokens), self.page_tokens)
+        return lambda: Blocks(pool, self.most_pages)
+
+    def _num_blocks(self, num_lanes: int, lane_tokens: int) -> int:
+        return num_lanes * (lane_tokens // self.page_tokens)

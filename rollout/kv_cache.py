@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.layers import packed_attention
+from parallel.model import QwenModel
 from rollout.attention import merge, partial_attention
 from rollout.columns import Move
 from rollout.steps import Chunk, Step
@@ -168,6 +169,20 @@ class KVCache:
         self.like = like
         self._step: _Decode | None = None
         self._chunks: list[Chunk] = []
+
+    @staticmethod
+    def of(model: QwenModel, widths: Sequence[int], max_tokens: int) -> KVCache:
+        """Return an empty cache for a chunk's layers and this tensor rank's heads."""
+        config = model.config
+        return KVCache(
+            len(model.decoder.layers),
+            model.mesh.layout.local_kv_heads(model.shape),
+            config.kv_channels,
+            widths=widths,
+            max_tokens=max_tokens,
+            scale=config.softmax_scale,
+            like=model.decoder.layers[0].self_attention.linear_qkv.weight,
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel.inference import build_stage
+from parallel.layers import Cache
 from parallel.log_probs import VocabShard, vocab_parallel_log_probs
 from parallel.mesh import Mesh
 from parallel.model import QwenModel
-from rollout.kv_cache import KVCache
+from rollout.graphs import DecodeGraphs
 from rollout.random_numbers import combine
 from rollout.sampling import SamplingParams, sample
 from rollout.steps import Response, Step
@@ -39,12 +41,20 @@ class Drawn:
     prompt_log_probs: list[Tensor]
 
 
+class StepCache(Cache, Protocol):
+    """A cache that is told the rows of each step (`rollout.kv_cache`, `rollout.paged_cache`)."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def begin(self, step: Step) -> None: ...
+
+
 class Pipeline:
     """This rank's stages with a cache for each lane.
 
     Args:
-        max_tokens: memory bound of one lane's cache.
-        widths: of the cache's columns.
+        caches: for each lane and chunk; lanes may share them.
+        graphs: runs steps that only decode, if given.
     """
 
     def __init__(
@@ -52,24 +62,23 @@ class Pipeline:
         models: Sequence[QwenModel],
         mesh: Mesh,
         params: SamplingParams,
-        *,
-        num_lanes: int,
-        max_tokens: int,
-        widths: Sequence[int],
+        caches: Sequence[Sequence[StepCache]],
+        graphs: DecodeGraphs | None = None,
     ):
         self.models = models
         self.mesh = mesh
         self.params = params
         self.stages = [build_stage(model) for model in models]
-        self.caches = [[_make_cache(model, max_tokens, widths) for model in models] for _ in range(num_lanes)]
-        self.steps: list[Step | None] = [None] * num_lanes
-        self._flat: list[Tensor | None] = [None] * num_lanes
+        self.caches = caches
+        self.graphs = graphs
+        self.steps: list[Step | None] = [None] * len(caches)
+        self._flat: list[Tensor | None] = [None] * len(caches)
         self._sends: list[tuple[dist.Work, Tensor]] = []
 
     @property
     def cache_bytes(self) -> int:
         """Memory that the caches hold now."""
-        return sum(cache.num_bytes for caches in self.caches for cache in caches)
+        return sum(cache.num_bytes for cache in {cache for caches in self.caches for cache in caches})
 
     def reopen(self, params: SamplingParams) -> None:
         """Use the kept caches for another rollout, with the weights of now."""
@@ -109,10 +118,13 @@ class Pipeline:
         if stage > 0:
             hidden = torch.empty(len(step.tokens), config.hidden_size, dtype=config.params_dtype, device=device)
             dist.recv(hidden, src=self._rank(stage - 1), group=mesh.pipeline_group, tag=HIDDEN)
-        tokens, positions = torch.tensor([step.tokens, step.positions]).to(device)
-        cache = self.caches[lane][chunk]
-        cache.begin(step)
-        hidden = self.stages[chunk](tokens, positions, hidden, cache)
+        if self.graphs is not None and not step.chunks:
+            hidden = self.graphs.run(step)
+        else:
+            tokens, positions = torch.tensor([step.tokens, step.positions]).to(device)
+            cache = self.caches[lane][chunk]
+            cache.begin(step)
+            hidden = self.stages[chunk](tokens, positions, hidden, cache)
         if stage + 1 < mesh.layout.num_stages:
             self._send(hidden.contiguous(), self._rank(stage + 1), mesh.pipeline_group, HIDDEN)
             return
@@ -193,16 +205,3 @@ def draw_keys(responses: Sequence[Response], seed: int, device: torch.device) ->
 
 def _num_drawn(step: Step) -> int:
     return 4 * len(step.draws) + sum(len(scored.targets) for scored in step.scored)
-
-
-def _make_cache(model: QwenModel, max_tokens: int, widths: Sequence[int]) -> KVCache:
-    config = model.config
-    return KVCache(
-        len(model.decoder.layers),
-        model.mesh.layout.local_kv_heads(model.shape),
-        config.kv_channels,
-        widths=widths,
-        max_tokens=max_tokens,
-        scale=config.softmax_scale,
-        like=model.decoder.layers[0].self_attention.linear_qkv.weight,
-    )

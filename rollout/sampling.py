@@ -71,13 +71,15 @@ def sample(
         least = least_kept(drawn, params, shard)
         log_sums = drawn.kept_log_sums(least)
     if params.temperature == 0:
-        score, block, place = (_of_draws(found, rows) for found in _best(drawn))
+        score, block, place = _best(drawn, rows)
     else:
         score, block, place = _draw(drawn, log_sums, keys, rows, least, shard.first // BLOCK)
-    place = block * BLOCK + place
+    place += block * BLOCK
+    # Logits of NaN may lead to padding, where there is no id.
+    column = (place % (full.values.shape[1] * BLOCK)).clamp_(max=max(shard.num_real - 1, 0))
     chosen = [
         score,
-        place % full.values[0].numel() + shard.first,
+        column + shard.first,
         full.values.view(-1).index_select(0, place),
         _of_draws(full.log_sums.logsumexp(-1), rows),
     ]
@@ -128,12 +130,13 @@ def _penalise(logits: Tensor, seen: Tensor, penalty: float, shard: VocabShard) -
     return penalised
 
 
-def _best(blocks: VocabBlocks) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's largest logit and, of the first id that has it, the block (numbered among all U x B) and the
-    place in it, `[U]` each."""
+def _best(blocks: VocabBlocks, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each draw's largest logit and, of the first id that has it, the block (numbered among all U x B) and the
+    place in it, `[R]` each."""
     score, block = blocks.maxima.max(-1)
     block += torch.arange(len(block), device=block.device) * blocks.maxima.shape[1]
-    return score, block, blocks.select(block).values.argmax(-1)
+    place = blocks.select(block).values.argmax(-1)
+    return _of_draws(score, rows), _of_draws(block, rows), _of_draws(place, rows)
 
 
 def _draw(

@@ -1,9 +1,10 @@
 """Top-k, top-p and min-p over a vocabulary that is split between tensor ranks: the least logit that is kept.
 
-All three keep the most probable ids, so together they are one threshold per row, and ties at it are kept. It is exact:
-one of the logits, found without rounding, whatever the tensor size; only a probability mass within float64 rounding
-of `top_p` may fall to either side. Collectives over the tensor group, for all rows together: one all-gather of three
-numbers; for top-k another of k logits; for top-p without top-k four all-reduces of 257 numbers.
+All three keep the most probable ids, so together they are one threshold per row, and ties at it are kept. Top-k and
+top-p find it exactly, as one of the logits, and not by their rounded probabilities: it depends on the tensor size only
+where a sum of probabilities is within float64 rounding of `top_p`. Collectives over the tensor group, for all rows
+together: an all-gather of three numbers; for top-k another one of k logits; for top-p without top-k four all-reduces
+of 257 numbers.
 
 Shapes: U rows, B blocks of this rank, k = top_k.
 """
@@ -35,9 +36,9 @@ def least_kept(blocks: VocabBlocks, params: SamplingParams, shard: VocabShard) -
     everywhere = gather_over_tensor_ranks(local, shard)
     highest, log_sum = everywhere[:, 0].amax(0), everywhere[:, 1].logsumexp(0)
     num_ids = int(everywhere[:, 2].sum(0).amax())
-    # exp(-inf) is 0, so that min_p 0 keeps all.
-    least = (highest + params.temperature * math.log(params.min_p)) if params.min_p else highest - torch.inf
-    least = least.float()
+    least = torch.full_like(highest, -torch.inf, dtype=torch.float32)
+    if params.min_p:
+        least = (highest + params.temperature * math.log(params.min_p)).float()
     if 0 < params.top_k < num_ids:
         return torch.maximum(least, _top_k(blocks, params, shard, log_sum))
     if params.top_p < 1:
@@ -47,24 +48,22 @@ def least_kept(blocks: VocabBlocks, params: SamplingParams, shard: VocabShard) -
 
 def _top_k(blocks: VocabBlocks, params: SamplingParams, shard: VocabShard, log_sum: Tensor) -> Tensor:
     """Return the k-th largest logit of all ranks `[U]`, raised to the border of top-p among those kept."""
-    local = _largest(blocks, params.top_k)
+    k, local = params.top_k, _largest(blocks, params.top_k)
     message = local.double()
     if params.top_p < 1:
-        message = torch.cat([message, _count(blocks, local[:, -1])[:, None] - params.top_k], 1)
+        message = torch.cat([message, _count(blocks, local[:, -1])[:, None] - k], 1)
     everywhere = gather_over_tensor_ranks(message, shard)
-    found = everywhere[..., : params.top_k]  # [TP, U, k]
-    ordered = found.transpose(0, 1).flatten(1).sort(-1, descending=True).values
-    border = ordered[:, params.top_k - 1]
+    listed = everywhere[..., :k].transpose(0, 1).flatten(1).sort(-1, descending=True).values
+    border = listed[:, k - 1]
     if params.top_p < 1:
         # Ids that equal a rank's own k-th largest logit but are not in its list: kept if that is also the border.
-        further = (everywhere[..., -1] * (found[..., -1] == border)).sum(0)
-        masses = (ordered / params.temperature - log_sum[:, None]).exp()
-        cumulative = masses.cumsum(-1)
-        num_listed = (ordered >= border[:, None]).sum(-1)
-        total = cumulative.gather(1, num_listed[:, None] - 1)[:, 0]
-        total += further * (border / params.temperature - log_sum).exp()
-        last = (cumulative < params.top_p * total[:, None]).sum(-1)  # the first id that reaches the mass
-        border = torch.maximum(border, ordered.gather(1, last.clamp(max=ordered.shape[1] - 1)[:, None])[:, 0])
+        unlisted = (everywhere[..., k] * (everywhere[..., k - 1] == border)).sum(0)
+        masses = (listed / params.temperature - log_sum[:, None]).exp()
+        total = (masses * (listed >= border[:, None])).sum(-1)
+        total += unlisted * (border / params.temperature - log_sum).exp()
+        num_short = (masses.cumsum(-1) < params.top_p * total[:, None]).sum(-1)
+        reached = listed.gather(1, num_short.clamp(max=listed.shape[1] - 1)[:, None])[:, 0]
+        border = torch.maximum(border, reached)
     return border.float()
 
 
@@ -100,17 +99,16 @@ def _top_p(
     # Ids below (1 - top_p) / V have less than 1 - top_p together: the nucleus never needs one.
     floor = blocks.temperature * (log_sum + math.log((1 - top_p) / num_ids) - SLACK)
     low = _pattern(floor.clamp(min=torch.finfo(torch.float32).min).float())
-    top = _pattern(highest.float())
+    width = _pattern(highest.float()).double() - low
     # With a shift of at least 1 differences of patterns fit in int32.
-    shift = (torch.frexp((top.long() - low).double()).exponent - BITS).clamp(min=1)
+    shift = (torch.frexp(width).exponent - BITS).clamp(min=1)
     weights = (blocks.maxima.double() / blocks.temperature - log_sum[:, None]).exp().view(-1)
     histogram = _empty_histogram(low)
     for part in blocks.parts(_number(low)):
         masses = blocks.exponentials(part).double().mul_(weights[part.block, None])
         _add(histogram, part.row[:, None], _pattern(part.values), masses, low, shift)
     low, above = _narrow(shard.reduce(histogram), torch.zeros_like(log_sum), low, shift, top_p)
-    high = torch.minimum((((low >> shift) + 1) << shift) - 1, top)
-    row, pattern, masses = _within(blocks, low, high, weights)
+    row, pattern, masses = _within(blocks, low, (((low >> shift) + 1) << shift) - 1, log_sum)
     for _ in range(ROUNDS - 1):
         shift = (shift - BITS).clamp(min=0)
         histogram = _empty_histogram(low)
@@ -147,17 +145,17 @@ def _narrow(histogram: Tensor, above: Tensor, low: Tensor, shift: Tensor, top_p:
     return torch.maximum(low, first), cumulative.gather(1, num_short)[:, 0]
 
 
-def _within(blocks: VocabBlocks, low: Tensor, high: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _within(blocks: VocabBlocks, low: Tensor, high: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return row, pattern and probability `[n]` of this rank's ids whose pattern is from `low [U]` to `high [U]`."""
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    rows, logits = [], []
     for part in blocks.parts(_number(low)):
         pattern = _pattern(part.values)
         inside = (pattern >= low[part.row, None]) & (pattern <= high[part.row, None])
         block, place = inside.nonzero().unbind(1)
-        masses = blocks.exponentials(part)[block, place].double() * weights[part.block[block]]
-        found.append((part.row[block], pattern[block, place], masses))
-    row, pattern, masses = (torch.cat(tensors) for tensors in zip(*found, strict=True))
-    return row, pattern, masses
+        rows.append(part.row[block])
+        logits.append(part.values[block, place])
+    row, found = torch.cat(rows), torch.cat(logits)
+    return row, _pattern(found), (found.double() / blocks.temperature - log_sum[row]).exp()
 
 
 def _pattern(values: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ LAYOUTS = {
 }
 # A large epsilon: where a gradient is nearly zero, its sign (and with a small epsilon the whole step) is rounding.
 SETTINGS = OptimizerSettings(lr=1e-3, adam_eps=1e-3)
-LENGTHS = [9, 4, 17, 2, 12, 5, 30, 3]
-PACKS = [[0, 1], [2], [3, 4, 5], [6, 7]]
+LENGTHS = [9, 4, 17, 2]
+PACKS = [[0, 1], [2, 3]]
 NUM_STEPS = 2
 TWELVE_LAYERS = replace(PUBLISHED["Qwen2.5-0.5B"], num_layers=12)
 
@@ -119,7 +119,7 @@ def one_process(workers, sources, tmp_path_factory) -> dict[str, Done]:
 def test_training_equals_that_of_one_process(workers, sources, one_process, tmp_path, name, family):
     """Logits, loss, gradients and their norm within 1e-5, parameters after two steps within 1e-6; export bit-equal."""
     layout, layers = LAYOUTS[name]
-    done = workers.run(train, layout.model_parallel_size, layout, sources[family], tmp_path)
+    done = workers.run(train, layout.model_parallel_size, layout, sources[family], tmp_path, timeout_seconds=180)
     expected = one_process[family]
     size = layout.tensor_model_parallel_size
     assert [rank.layers for rank in done[::size]] == layers

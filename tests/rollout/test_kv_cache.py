@@ -57,9 +57,9 @@ class Play:
 
     def __init__(self, seed: int, max_tokens: int, max_rows: int, max_prefill_tokens: int):
         self.chance = random.Random(seed)
-        self.cache = new_cache(max_tokens)
+        self.cache = self.make_cache(max_tokens)
         self.scheduler = Scheduler(
-            lambda: Columns(WIDTHS),
+            self.make_book,
             num_lanes=1,
             max_rows=max_rows,
             max_tokens=max_tokens,
@@ -69,6 +69,15 @@ class Play:
         self.largest_error = 0.0
         self.most_tokens = 0
         self.num_together = 0
+
+    def make_cache(self, max_tokens: int):
+        return new_cache(max_tokens)
+
+    def make_book(self):
+        return Columns(WIDTHS)
+
+    def tokens_held(self) -> int:
+        return self.cache.prefix.tokens + self.cache.suffix.tokens
 
     def run(self, responses: list[Response]) -> None:
         for number, response in enumerate(responses):
@@ -99,8 +108,7 @@ class Play:
         assert (found[len(sequences) :] == 0).all()
         expected = torch.stack([last_attended(sequence) for sequence in sequences])
         self.largest_error = max(self.largest_error, float((found[: len(sequences), 0] - expected).abs().max()))
-        held = self.cache.prefix.tokens + self.cache.suffix.tokens
-        self.most_tokens = max(self.most_tokens, held)
+        self.most_tokens = max(self.most_tokens, self.tokens_held())
         self.num_together = max(self.num_together, len(step.suffix_lengths))
 
 

@@ -185,6 +185,21 @@ def test_ids_at_minus_infinity_are_never_drawn():
         assert ((tokens < 128) | (tokens >= 256)).all(), name
 
 
+def test_a_row_of_nan_shows_in_its_log_probs_and_harms_no_other():
+    logits, seen = random_logits(20, 300), seen_ids(20, 300)
+    broken = logits.clone()
+    broken[7] = torch.nan
+    broken[8, 299] = torch.nan
+    whole_rows = torch.tensor([row not in (7, 8) for row in range(20)])
+    for name, params in VARIANTS.items():
+        expected = sample(logits, keys(20), params, whole(300), seen=seen)
+        drawn = sample(broken, keys(20), params, whole(300), seen=seen)
+        assert torch.equal(drawn.tokens[whole_rows], expected.tokens[whole_rows]), name
+        assert torch.equal(drawn.log_probs[whole_rows], expected.log_probs[whole_rows]), name
+        assert ((drawn.tokens >= 0) & (drawn.tokens < 300)).all(), name
+        assert drawn.log_probs[~whole_rows].isnan().all(), name
+
+
 def sample_on_rank(world, num_ids: int) -> dict[str, Draws]:
     """Run on one tensor rank: its columns of `random_logits`, two draws from each row, in every variant."""
     logits = random_logits(100, num_ids)

@@ -58,6 +58,14 @@ def test_top_p_keeps_ties_and_tells_neighbouring_floats_apart():
     assert [kept_ids(tiny, top_p=top_p) for top_p in (0.2, 0.4, 0.6, 0.95)] == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
 
 
+def test_top_p_finds_a_border_anywhere():
+    """One high logit among zeros: wherever it lies, it alone reaches 0.05 and never 0.999."""
+    logits = torch.zeros(5000, 4)
+    logits[:, 2] = torch.linspace(0.1, 7.0, 5000)
+    for params, least in ((SamplingParams(top_p=0.05), logits[:, 2]), (SamplingParams(top_p=0.999), logits[:, 0])):
+        assert torch.equal(least_kept(VocabBlocks.of(logits, 1.0), params, whole(4)), least)
+
+
 def test_min_p_is_relative_to_the_most_probable_token():
     logits = [LN[0.1], LN[0.4], LN[0.2], LN[0.3]]
     for min_p, ids in (
@@ -101,6 +109,9 @@ def test_minus_infinity_is_never_kept_with_probability_and_extreme_logits_do_not
     extreme = [1e4, -1e4, 1e4 - 1.0, 0.0]
     for settings in ({"top_p": 0.99}, {"top_k": 2}, {"top_k": 3, "top_p": 0.99}, {"min_p": 0.3}):
         assert kept_ids(extreme, **settings) == [0, 2]
+    # Four equal probabilities, to fp32, at one end of the temperature, and a single one at the other.
+    assert kept_ids([1.0, 2.0, 3.0, 4.0], top_p=0.6, temperature=1e38) == [1, 2, 3]
+    assert kept_ids([1.0, 2.0, 3.0, 4.0], top_p=0.6, temperature=1e-42) == [3]
 
 
 @pytest.mark.parametrize("num_ids", [7, 128, 300, 2000])
