@@ -144,7 +144,8 @@ def main() -> None:
     num_tokens = sum(len(tokens) for tokens in reference[0]["all at once"].tokens.values())
     print_table(["layout", "optimizer step", "tokens", "largest gap", "gave way"], rows)
     print(
-        f"\n{NUM_PROMPTS * GROUP_SIZE} responses, {num_tokens} tokens before the step; gap: |rollout - training log-prob|"
+        f"\n{NUM_PROMPTS * GROUP_SIZE} responses, {num_tokens} tokens before the step; "
+        "gap: |rollout - training log-prob|"
     )
     different = [row[:3] for row in rows if row[2] != "equal"]
     never_full = [row[0] for row in rows if row[4] == 0]

@@ -155,9 +155,7 @@ def _draw(
     score, block = torch.sub(_of_draws(log_sums, rows), gumbel, out=gumbel).max(-1)
     target = uniform(combine(keys, 2 * (block + first_block) + 1))
     block += num_blocks * (torch.arange(len(keys), device=keys.device) if rows is None else rows)
-    part = blocks.select(block)
-    masses = blocks.exponentials(part) if least is None else blocks.kept_exponentials(part, least)
-    cumulative = masses.cumsum(-1, dtype=torch.float64)
+    cumulative = blocks.exponentials(blocks.select(block), least).double().cumsum_(-1)
     place = torch.searchsorted(cumulative, (target * cumulative[:, -1])[:, None], right=True)[:, 0]
     # On a rank where nothing may be drawn the search runs off the end; its score, minus infinity, never wins.
     return score, block, place.clamp_(max=BLOCK - 1)

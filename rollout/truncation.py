@@ -105,8 +105,9 @@ def _top_p(
     weights = (blocks.maxima.double() / blocks.temperature - log_sum[:, None]).exp().view(-1)
     histogram = _empty_histogram(low)
     for part in blocks.parts(_number(low)):
+        pattern = _pattern(part.values)
         masses = blocks.exponentials(part).double().mul_(weights[part.block, None])
-        _add(histogram, part.row[:, None], _pattern(part.values), masses, low, shift)
+        _add(histogram, part.row[:, None], pattern, masses, low, shift)
     low, above = _narrow(shard.reduce(histogram), torch.zeros_like(log_sum), low, shift, top_p)
     row, pattern, masses = _within(blocks, low, (((low >> shift) + 1) << shift) - 1, log_sum)
     for _ in range(ROUNDS - 1):

@@ -101,21 +101,25 @@ class VocabBlocks:
         for block in (self.maxima >= least[:, None]).view(-1).nonzero()[:, 0].split(_chunk_size(self.values)):
             yield self.select(block)
 
-    def exponentials(self, part: Part) -> Tensor:
-        """Return exp((logit - block maximum) / temperature), `[n, 128]` fp32."""
-        highest = self.maxima.view(-1).index_select(0, part.block)
-        return (part.values - highest[:, None]).mul_(_rate(self.temperature)).exp2_()
+    def exponentials(self, part: Part, least: Tensor | None = None) -> Tensor:
+        """Return exp((logit - block maximum) / temperature), `[n, 128]` fp32; uses up the part's values.
 
-    def kept_exponentials(self, part: Part, least: Tensor) -> Tensor:
-        """As `exponentials`, with 0 for logits below `least [U]` of their row; uses up the part's values."""
-        # The comparison in place gives 1.0 and 0.0, which is faster than a mask.
-        return self.exponentials(part).mul_(part.values.ge_(least.index_select(0, part.row)[:, None]))
+        Args:
+            least: lower logits than this of their row, `[U]`, give 0.
+        """
+        highest = self.maxima.view(-1).index_select(0, part.block)[:, None]
+        differences = part.values.sub_(highest) if least is None else part.values - highest
+        exponentials = differences.mul_(_rate(self.temperature)).exp2_()
+        if least is not None:
+            # The comparison in place gives 1.0 and 0.0, which is faster than a mask.
+            exponentials.mul_(part.values.ge_(least.index_select(0, part.row)[:, None]))
+        return exponentials
 
     def kept_log_sums(self, least: Tensor) -> Tensor:
         """Return log-sums `[U, B]` float64 over the ids whose logit is at least `least [U]` of its row."""
         sums = torch.zeros_like(self.maxima).view(-1)
         for part in self.parts(least):
-            sums[part.block] = self.kept_exponentials(part, least).sum(-1)
+            sums[part.block] = self.exponentials(part, least).sum(-1)
         return self.maxima.double() / self.temperature + sums.double().log().view(self.maxima.shape)
 
 
