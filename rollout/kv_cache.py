@@ -35,14 +35,23 @@ class _Span:
 
 
 @dataclass(frozen=True)
+class _Write:
+    """Rows whose next token goes into this column, and its place there: one for all if they all have the same."""
+
+    column: int
+    rows: Tensor | slice
+    places: Tensor | int
+
+
+@dataclass(frozen=True)
 class _Decode:
     """What all layers share in decoding n rows.
 
     `fold [P * g]` is the row of each place of the prefix queries (None: rows lie in this order already), `unfold [n]`
-    the place of each row. `writes` are (column, rows, places in the column).
+    the place of each row.
     """
 
-    writes: list[tuple[int, Tensor, Tensor]]
+    writes: list[_Write]
     suffix_spans: list[_Span]
     prefix_spans: list[_Span]
     num_rows: int
@@ -102,14 +111,14 @@ class Tier:
     def spans(self, lengths: Sequence[int], counts: Sequence[int], like: Tensor) -> list[_Span]:
         """Return what rows of these lengths attend to; `counts` are the rows of each column."""
         spans, start = [], 0
-        all_lengths = torch.tensor(lengths, device=like.device)
         for index, (width, rows) in enumerate(zip(self.widths, counts, strict=True)):
             longest = min(max(lengths[:rows], default=0) - start, width)
             if longest <= 0:
                 break
             mask = None
             if min(lengths[:rows]) - start < longest:
-                hidden = torch.arange(start, start + longest, device=like.device)[None] >= all_lengths[:rows, None]
+                ends = torch.tensor(lengths[:rows], device=like.device)
+                hidden = torch.arange(start, start + longest, device=like.device)[None] >= ends[:, None]
                 mask = torch.zeros(rows, 1, 1, longest, dtype=like.dtype, device=like.device)
                 mask.masked_fill_(hidden[:, None, None], -torch.inf)
             spans.append(_Span(index, rows, longest, mask))
@@ -216,34 +225,36 @@ class KVCache:
 
     def _plan_decode(self, step: Step) -> _Decode:
         device = self.like.device
-        lengths = [length + 1 for length in step.suffix_lengths]
-        members = torch.tensor(step.prefix_of_row)
-        num = torch.bincount(members, minlength=len(step.prefix_lengths))
-        widest = int(num.max())
-        order = members.argsort(stable=True)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order)) - (num.cumsum(0) - num)[members[order]]
-        unfold = members * widest + place
-        fold = torch.zeros(len(num) * widest, dtype=torch.int64)
-        fold[unfold] = torch.arange(len(members))
-        as_they_are = len(fold) == len(members) and bool((fold == torch.arange(len(fold))).all())
+        members = [0] * len(step.prefix_lengths)
+        places = []
+        for prefix in step.prefix_of_row:
+            places.append(members[prefix])
+            members[prefix] += 1
+        widest = max(members)
+        unfold = [prefix * widest + place for prefix, place in zip(step.prefix_of_row, places, strict=True)]
+        fold = None
+        if unfold != list(range(len(members) * widest)):
+            fold = torch.zeros(len(members) * widest, dtype=torch.int64)
+            fold[torch.tensor(unfold)] = torch.arange(len(unfold))
         return _Decode(
             writes=self._writes(step.suffix_lengths, device),
-            suffix_spans=self.suffix.spans(lengths, step.suffix_counts, self.like),
+            suffix_spans=self.suffix.spans([n + 1 for n in step.suffix_lengths], step.suffix_counts, self.like),
             prefix_spans=self.prefix.spans(step.prefix_lengths, step.prefix_counts, self.like),
-            num_rows=len(members),
+            num_rows=len(unfold),
             group=widest,
-            fold=None if as_they_are else fold.to(device),
-            unfold=unfold.to(device),
+            fold=None if fold is None else fold.to(device),
+            unfold=torch.tensor(unfold, device=device),
         )
 
-    def _writes(self, lengths: Sequence[int], device: torch.device) -> list[tuple[int, Tensor, Tensor]]:
+    def _writes(self, lengths: Sequence[int], device: torch.device) -> list[_Write]:
         writes, start = [], 0
-        places = torch.tensor(lengths)
         for column, width in enumerate(self.suffix.widths):
-            rows = ((places >= start) & (places < start + width)).nonzero()[:, 0]
-            if len(rows):
-                writes.append((column, rows.to(device), (places[rows] - start).to(device)))
+            rows = [row for row, length in enumerate(lengths) if start <= length < start + width]
+            places = [lengths[row] - start for row in rows]
+            if len(set(places)) == 1 and len(rows) == len(lengths):
+                writes.append(_Write(column, slice(len(rows)), places[0]))
+            elif rows:
+                writes.append(_Write(column, torch.tensor(rows, device=device), torch.tensor(places, device=device)))
             start += width
         return writes
 
@@ -266,25 +277,30 @@ class KVCache:
         if fresh:
             parts.append(self._prefill(layer, fresh, query[start:], key[start:], value[start:]))
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return F.pad(attended, (0, 0, 0, len(query) - len(attended)))[:, None]
+        if len(attended) < len(query):
+            attended = F.pad(attended, (0, 0, 0, len(query) - len(attended)))
+        return attended[:, None]
 
     def _decode(self, step: _Decode, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        for column, rows, places in step.writes:
-            tensor = self.suffix.columns[column][layer]
-            every = len(rows) == len(key)
-            tensor[0, rows, :, places] = key if every else key[rows]
-            tensor[1, rows, :, places] = value if every else value[rows]
-        kv_heads, group = key.shape[1], step.group
-        grouped = query.unflatten(1, (kv_heads, -1))  # [n, Hkv, r, D]
+        for write in step.writes:
+            tensor = self.suffix.columns[write.column][layer]
+            tensor[0, write.rows, :, write.places] = key[write.rows]
+            tensor[1, write.rows, :, write.places] = value[write.rows]
+        grouped = query.unflatten(1, (key.shape[1], -1))  # [n, Hkv, r, D]
         output, log_sum = self.suffix.attend(layer, grouped, step.suffix_spans, self.scale)
-        folded = (grouped if step.fold is None else grouped[step.fold]).unflatten(0, (-1, group))
+        folded = (grouped if step.fold is None else grouped[step.fold]).unflatten(0, (-1, step.group))
         folded = folded.transpose(1, 2).flatten(2, 3)  # [P, Hkv, g * r, D]
         other, other_log_sum = self.prefix.attend(layer, folded, step.prefix_spans, self.scale)
-        other = other.unflatten(2, (group, -1)).transpose(1, 2).flatten(0, 1)
-        other_log_sum = other_log_sum.unflatten(2, (group, -1)).transpose(1, 2).flatten(0, 1)
-        if step.fold is not None:
-            other, other_log_sum = other[step.unfold], other_log_sum[step.unfold]
-        return output.lerp(other, torch.sigmoid(other_log_sum - log_sum)[..., None].to(output.dtype)).flatten(1)
+        other, other_log_sum = (x.unflatten(2, (step.group, -1)).transpose(1, 2) for x in (other, other_log_sum))
+        if step.fold is None:  # rows lie in order: merge views [P, g, Hkv, r, ...] of both
+            output, log_sum = (x.unflatten(0, (-1, step.group)) for x in (output, log_sum))
+        else:
+            other, other_log_sum = (x.flatten(0, 1)[step.unfold] for x in (other, other_log_sum))
+        share = torch.sigmoid(other_log_sum - log_sum)[..., None].to(output.dtype)
+        merged = torch.lerp(
+            output, other, share, out=torch.empty(output.shape, dtype=output.dtype, device=output.device)
+        )
+        return merged.view(step.num_rows, -1)
 
     def _prefill(self, layer: int, chunks: list[Chunk], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Store chunks that begin their prefix and attend inside each."""

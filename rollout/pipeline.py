@@ -160,7 +160,7 @@ class Pipeline:
             rows = torch.tensor([index[row] for row, _ in step.draws], device=device)
             logits = self.stages[-1].logits(hidden[torch.tensor(places, device=device)])
             responses = [response for _, response in step.draws]
-            keys = draw_keys(responses, self.params.seed, device)
+            keys = draw_keys(responses, device)
             seen = self._seen(step) if self.params.repetition_penalty != 1 else None
             fan_out = None if len(places) == len(responses) else rows
             drawn = sample(logits, keys, self.params, VocabShard.of(model), fan_out, seen)
@@ -193,14 +193,10 @@ class Pipeline:
         )
 
 
-def draw_keys(responses: Sequence[Response], seed: int, device: torch.device) -> Tensor:
+def draw_keys(responses: Sequence[Response], device: torch.device) -> Tensor:
     """Hash (seed, prompt id, sample index, position) of each response's next token."""
-    numbers = [(r.request.prompt_id, r.sample_index, len(r.tokens)) for r in responses]
-    columns = torch.tensor(numbers, dtype=torch.int64).T.to(device)
-    key = torch.full((len(responses),), seed, dtype=torch.int64, device=device)
-    for column in columns:
-        key = combine(key, column)
-    return key
+    keys = torch.tensor([response.key for response in responses], dtype=torch.int64, device=device)
+    return combine(keys, torch.tensor([len(response.tokens) for response in responses], device=device))
 
 
 def _num_drawn(step: Step) -> int:

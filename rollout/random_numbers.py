@@ -14,9 +14,9 @@ _MASK = 2**64 - 1
 
 def _mix(x: Tensor) -> Tensor:
     """SplitMix64's finaliser on int64; the masks make the arithmetic shifts logical ones."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+    mixed = (x >> 30).bitwise_and_(0x3FFFFFFFF).bitwise_xor_(x).mul_(-4658895280553007687)
+    mixed = (mixed >> 27).bitwise_and_(0x1FFFFFFFFF).bitwise_xor_(mixed).mul_(-7723592293110705685)
+    return (mixed >> 31).bitwise_and_(0x1FFFFFFFF).bitwise_xor_(mixed)
 
 
 def combine(key: Tensor, number: Tensor) -> Tensor:

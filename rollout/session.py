@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.pipeline import Drawn, Pipeline
+from rollout.random_numbers import combine
 from rollout.requests import Completion, Paused, Request
 from rollout.sampling import SamplingParams
 from rollout.scheduler import Scheduler
@@ -68,7 +69,8 @@ class Rollout:
         for response in responses:
             self.scheduler.check_fits(len(response.request.prompt), response.limit)
         waiting = []
-        for response in responses:
+        for response, key in zip(responses, response_keys(responses, self.params.seed), strict=True):
+            response.key = key
             response.order = self._num_added
             self._num_added += 1
             if len(response.tokens) < response.limit or self.params.prompt_log_probs:
@@ -173,6 +175,14 @@ class Rollout:
             if self.params.prompt_log_probs
             else None,
         )
+
+
+def response_keys(responses: Sequence[Response], seed: int) -> list[int]:
+    """Hash (seed, prompt id, sample index) of each response."""
+    key = torch.full((len(responses),), seed, dtype=torch.int64)
+    for numbers in ([r.request.prompt_id for r in responses], [r.sample_index for r in responses]):
+        key = combine(key, torch.tensor(numbers, dtype=torch.int64))
+    return key.tolist()
 
 
 def _single(response: Response) -> Request:
