@@ -23,6 +23,7 @@ from parallel.mesh import Layout
 from parallel.optimizer import OptimizerSettings
 from parallel.options import option
 from parallel.qwen import QwenShape, read_shape
+from parallel.reshard import check_inference_layout
 from parallel.weights import check_hf
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -101,6 +102,9 @@ class RolloutSettings:
     max_cache_tokens: int | None = option(
         None, "bound of a replica's KV cache in tokens; none: what free memory allows"
     )
+    rollout_tensor_model_parallel_size: int | None = option(
+        None, "tensor ranks of rollout, on a second copy of the weights without pipeline; none: the trained weights"
+    )
     keep_cache: bool = option(False, "keep the KV cache's memory during training")
     reward_threads: int = option(1, "threads that score while others decode; 0: main thread, for rules with signals")
     max_generation_rounds: int = option(10, "times prompts_per_step: most prompts of a step whose recipe drops groups")
@@ -146,6 +150,12 @@ class RolloutSettings:
         load_reward(self.reward)
 
     @property
+    def layout(self) -> Layout | None:
+        """Layout of rollout if it isn't training's."""
+        size = self.rollout_tensor_model_parallel_size
+        return None if size is None else Layout(tensor_model_parallel_size=size)
+
+    @property
     def context_length(self) -> int:
         """Most tokens of prompt and response together."""
         return self.max_prompt_tokens + self.max_new_tokens
@@ -170,6 +180,8 @@ class PolicyConfig:
         shape = self.run.check()
         self.layout.check(shape, world_size)
         self.rollout.check(shape, self.run.max_tokens_per_pack)
+        if self.rollout.layout is not None:
+            check_inference_layout(self.rollout.layout, self.layout, shape, world_size)
         check_vocabulary(self.run.model, shape)
         self._check_group_size()
         return shape

@@ -38,9 +38,11 @@ class Responder:
     """Generates with the engine and scores with a reward rule.
 
     Attributes:
+        mesh: that of the engine.
         require_finished: a response cut off at the length limit scores 0, whatever the rule would say of its text.
         reward_threads: threads of each replica that score finished responses while others are still generated; 0 for
             rules that only work in the main thread (they use signals).
+        refresh: brings the engine's weights up to date before a rollout, where they are a copy.
         border_steps: engine steps after which replicas compare notes, see `rollout.replicas`.
     """
 
@@ -50,6 +52,7 @@ class Responder:
     reward: Reward
     require_finished: bool
     reward_threads: int = 1
+    refresh: Callable[[], None] | None = None
     border_steps: int = BORDER_STEPS
 
     def respond(
@@ -82,6 +85,8 @@ class Responder:
 
         Returns: the groups that were paused, the same on every rank.
         """
+        if self.refresh is not None:
+            self.refresh()
         work = _Work(group_size, unfinished)
         shared = SharedRollout(self.engine, sampling, version, self.border_steps)
         with shared, ThreadPoolExecutor(max(self.reward_threads, 1)) as pool:

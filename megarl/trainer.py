@@ -32,6 +32,7 @@ from parallel.mesh import Mesh
 from parallel.model import QwenModel, build_model
 from parallel.optimizer import Trainable
 from parallel.qwen import QwenShape
+from parallel.reshard import Resharder, build_inference_mesh
 from parallel.weights import export_hf, import_hf
 from rollout.engine import Engine
 from rollout.sampling import SamplingParams
@@ -63,14 +64,7 @@ class PolicyTrainer:
         self.policy = Trainable(build_model(shape, mesh, DTYPES[run.dtype]), mesh, config.optimizer)
         self.policy.load_hf(run.model, seed=run.seed)
         self.reference = self._build_reference(shape)
-        self.responder = Responder(
-            self._build_engine(),
-            mesh,
-            self.tokenizer,
-            load_reward(rollout.reward),
-            require_finished=rollout.require_finished,
-            reward_threads=rollout.reward_threads,
-        )
+        self.responder = self._build_responder(shape)
         self.sampling = SamplingParams(
             temperature=rollout.temperature,
             max_new_tokens=rollout.max_new_tokens,
@@ -87,16 +81,29 @@ class PolicyTrainer:
         import_hf(self.config.run.model, models, self.mesh)
         return models
 
-    def _build_engine(self) -> Engine:
-        rollout = self.config.rollout
-        return Engine(
-            self.policy.models,
-            self.mesh,
+    def _build_responder(self, shape: QwenShape) -> Responder:
+        rollout, models, mesh, refresh = self.config.rollout, self.policy.models, self.mesh, None
+        if rollout.layout is not None:
+            mesh = build_inference_mesh(rollout.layout, self.mesh, shape)
+            models = build_model(shape, mesh, DTYPES[self.config.run.dtype])
+            refresh = Resharder(self.policy.models, self.mesh, models, mesh).refit
+        engine = Engine(
+            models,
+            mesh,
             rollout.context_length,
             rollout.max_sequences,
             rollout.max_prefill_tokens,
             rollout.max_cache_tokens,
             keep_cache=rollout.keep_cache,
+        )
+        return Responder(
+            engine,
+            mesh,
+            self.tokenizer,
+            load_reward(rollout.reward),
+            require_finished=rollout.require_finished,
+            reward_threads=rollout.reward_threads,
+            refresh=refresh,
         )
 
     def evaluator(self) -> Evaluator:

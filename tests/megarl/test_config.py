@@ -67,8 +67,22 @@ def test_layout_is_checked_against_model_and_world(small_run, tmp_path):
     assert config.check(world_size=4).num_layers == 4
     with pytest.raises(ValueError, match="world size: got 3, allowed: multiples of tensor 2"):
         config.check(world_size=3)
-    with pytest.raises(ValueError, match=r"tensor_model_parallel_size: got 4, but num_query_groups = 2"):
-        small_run.config(tmp_path, layout=Layout(tensor_model_parallel_size=4)).check(world_size=4)
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size: got 8, but num_attention_heads = 4"):
+        small_run.config(tmp_path, layout=Layout(tensor_model_parallel_size=8)).check(world_size=8)
+
+
+@pytest.mark.parametrize(
+    ("size", "world_size", "message"),
+    [
+        (3, 3, "tensor_model_parallel_size: got 3, but num_attention_heads = 4"),
+        (2, 1, "world size: got 1, allowed: multiples of tensor 2"),
+        (4, 4, "tensor_model_parallel_size of the inference layout: got 4, allowed: up to num_query_groups = 2"),
+    ],
+)
+def test_the_layout_of_rollout_is_checked_too(small_run, tmp_path, size, world_size, message):
+    config = small_run.config(tmp_path, rollout={"rollout_tensor_model_parallel_size": size})
+    with pytest.raises(ValueError, match=message):
+        config.check(world_size)
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(small_run, tmp_path):

@@ -52,6 +52,21 @@ def test_two_steps_are_the_same_on_every_layout_and_rank(small_run, tmp_path, wo
             assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-3, abs=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "layout", "size"), [(2, Layout(1, 2), 1), (2, Layout(), 2), (4, Layout(2, 2), 2)]
+)
+def test_rollout_in_another_layout_changes_nothing(small_run, tmp_path, workers, world_size, layout, size):
+    """PP2 trains and two copies generate; DP2 trains and TP2 generates; TP2 x PP2 trains, two copies of TP2 generate"""
+    (alone,) = workers.run(take_steps, 1, with_kl(small_run, tmp_path))
+    config = with_kl(small_run, tmp_path, layout)
+    config = replace(config, rollout=replace(config.rollout, rollout_tensor_model_parallel_size=size))
+    for rank in workers.run(take_steps, world_size, config):
+        for metrics, expected in zip(rank, alone, strict=True):
+            assert metrics["on_policy_gap"] < 1e-5
+            found = {name: value for name, value in metrics.items() if name not in TIMES}
+            assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-3, abs=2e-5)
+
+
 def test_before_any_update_training_finds_the_log_probs_of_the_rollout(small_run, tmp_path, workers):
     """RC41: at temperature 0.7 and top-p 0.9, and in every step, whose first mini-batch meets the sampling weights."""
     (steps,) = workers.run(take_steps, 1, with_kl(small_run, tmp_path, num_steps=3))
