@@ -123,7 +123,9 @@ class RolloutSettings:
         """
         _at_least(self, prompts_per_step=1, group_size=1, max_prompt_tokens=1, max_new_tokens=1, max_sequences=1)
         _at_least(self, max_generation_rounds=1, eval_every=0, eval_max_prompts=1)
-        _at_least(self, max_prefill_tokens=1, reward_threads=0, oversampling=1)
+        _at_least(self, max_prefill_tokens=1, reward_threads=0)
+        if not 1 <= self.oversampling <= 100:
+            raise ValueError(f"oversampling: got {self.oversampling}, allowed: 1 to 100")
         if self.max_cache_tokens is not None:
             _at_least(self, max_cache_tokens=1)
         if not 1 <= self.num_mini_batches <= self.prompts_per_step:

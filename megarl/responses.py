@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from megarl.batch import Sample
@@ -89,7 +90,9 @@ class Responder:
             self.refresh()
         work = _Work(group_size, unfinished)
         shared = SharedRollout(self.engine, sampling, version, self.border_steps)
-        with shared, ThreadPoolExecutor(max(self.reward_threads, 1)) as pool:
+        pool = ThreadPoolExecutor(max(self.reward_threads, 1))
+        with shared, ExitStack() as stack:
+            stack.callback(pool.shutdown, cancel_futures=True)  # after an error nothing more is scored
             shared.add([item for group in unfinished for item in group.rest])
             shared.add(work.start(prompts))
             scoring: deque[Future[Sample]] = deque()

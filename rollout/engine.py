@@ -101,8 +101,9 @@ class Engine:
             version: of the weights, recorded for each token.
 
         Raises:
-            ValueError: a prompt is empty or longer than the context, a request needs more than the whole cache, or
-                stop strings are given to an engine that cannot decode.
+            ValueError: a prompt is empty or longer than the context or holds an id outside the vocabulary, a count is
+                out of range, a request needs more than the whole cache, or stop strings are given to an engine that
+                cannot decode.
         """
         done: dict[int, Completion] = {}
         with self.start(params, version) as rollout:
@@ -124,15 +125,16 @@ class Engine:
         """Return a rollout without requests, to be stepped by the caller."""
         if params.stop_strings and self.decode is None:
             raise ValueError("stop_strings: got some, allowed with this engine: none (it has no `decode`)")
-        if self.max_cache_tokens is None:
-            sizes = self.max_sequences, self.context_length, self.page_tokens if self.attention else None
-            self.max_cache_tokens = cache_tokens(self.models, self.mesh, *sizes)
-            logger.info("KV cache: at most %d tokens of this rank's heads and layers", self.max_cache_tokens)
         lanes = self.num_lanes or self.mesh.pipeline_size
+        max_rows = -(-self.max_sequences // lanes)
+        if self.max_cache_tokens is None:
+            widths = [self.page_tokens] * self.most_pages if self.attention else self.widths
+            self.max_cache_tokens = cache_tokens(self.models, self.mesh, lanes * max_rows, widths)
+            logger.info("KV cache: at most %d tokens of this rank's heads and layers", self.max_cache_tokens)
         scheduler = Scheduler(
             self._book_maker(lanes, self.max_cache_tokens // lanes),
             num_lanes=lanes,
-            max_rows=-(-self.max_sequences // lanes),
+            max_rows=max_rows,
             max_tokens=self.max_cache_tokens // lanes,
             max_prefill_tokens=self.max_prefill_tokens,
         )

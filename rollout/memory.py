@@ -14,7 +14,6 @@ import torch.distributed as dist
 from parallel.mesh import Layout, Mesh
 from parallel.model import QwenModel
 from parallel.qwen import QwenShape
-from rollout.columns import column_widths
 
 FREE_SHARE = {"cpu": 0.5, "cuda": 0.9}
 """Share of the free memory the cache may take; a CPU machine keeps more for everything else on it."""
@@ -25,21 +24,16 @@ def cache_bytes_per_token(shape: QwenShape, layout: Layout, num_layers: int, ele
     return 2 * num_layers * layout.local_kv_heads(shape) * shape.head_dim * element_size
 
 
-def most_cache_tokens(max_sequences: int, context_length: int, block_size: int | None = None) -> int:
+def most_cache_tokens(max_sequences: int, widths: Sequence[int]) -> int:
     """Return the tokens that `max_sequences` responses can reserve at most, each with a prefix of its own.
 
     Args:
-        block_size: of a cache in blocks; None: in columns.
+        widths: tokens of the columns, or blocks, that hold the longest sequence.
     """
-    longest = (
-        sum(column_widths(context_length)) if block_size is None else -(-context_length // block_size) * block_size
-    )
-    return 2 * max_sequences * longest
+    return 2 * max_sequences * sum(widths)
 
 
-def cache_tokens(
-    models: Sequence[QwenModel], mesh: Mesh, max_sequences: int, context_length: int, block_size: int | None = None
-) -> int:
+def cache_tokens(models: Sequence[QwenModel], mesh: Mesh, max_sequences: int, widths: Sequence[int]) -> int:
     """Return the tokens of cache that the memory now free allows on every rank of this replica.
 
     Call it when weights, gradients and optimizer state exist. All ranks of the model group must call it.
@@ -50,7 +44,7 @@ def cache_tokens(
     tokens = torch.tensor(_free_bytes(mesh) // per_token, device=mesh.device)
     if mesh.layout.model_parallel_size > 1:
         dist.all_reduce(tokens, op=dist.ReduceOp.MIN, group=mesh.model_group)
-    return min(int(tokens), most_cache_tokens(max_sequences, context_length, block_size))
+    return min(int(tokens), most_cache_tokens(max_sequences, widths))
 
 
 def _free_bytes(mesh: Mesh) -> int:

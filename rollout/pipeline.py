@@ -85,15 +85,26 @@ class Pipeline:
         self.params = params
         self.stages = [build_stage(model) for model in self.models]
 
+    @torch.no_grad()
     def advance(self, next_step: Callable[[int, tuple[Step, Drawn] | None], Step | None]) -> None:
         """Take one turn for each lane and chunk; `next_step(lane, what its former step drew)` plans the next."""
-        for chunk in range(len(self.models)):
-            for lane in range(len(self.steps)):
-                if chunk == 0:
-                    self.steps[lane] = next_step(lane, self._collect(lane))
-                step = self.steps[lane]
-                if step is not None:
-                    self._run(lane, chunk, step)
+        try:
+            for chunk in range(len(self.models)):
+                for lane in range(len(self.steps)):
+                    if chunk == 0:
+                        self.steps[lane] = next_step(lane, self._collect(lane))
+                    step = self.steps[lane]
+                    if step is not None:
+                        self._run(lane, chunk, step)
+        except BaseException:
+            self._forget()  # waiting for messages of a broken step would hide what broke it
+            raise
+
+    def _forget(self) -> None:
+        """Drop the steps and messages under way."""
+        self.steps = [None] * len(self.steps)
+        self._flat = [None] * len(self._flat)
+        self._sends.clear()
 
     def drain(self, finish: Callable[[int, Step, Drawn], None]) -> None:
         """Take in the steps under way without starting new ones."""

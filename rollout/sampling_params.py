@@ -43,8 +43,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Written so that NaN fails each of them.
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature: got {self.temperature}, allowed: 0 (greedy) or above, finite")
+        if not (self.temperature == 0 or 1e-45 <= self.temperature <= 1e38):
+            raise ValueError(f"temperature: got {self.temperature}, allowed: 0 (greedy) or above, up to 1e38")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: got {self.top_p}, allowed: above 0, at most 1")
         if not 0 <= self.min_p <= 1:
@@ -54,6 +54,8 @@ class SamplingParams:
         for name, value in (("top_k", self.top_k), ("max_new_tokens", self.max_new_tokens)):
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name}: got {value}, allowed: integers from 0")
+        if not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed: got {self.seed!r}, allowed: integers of 64 bits")
         for token in self.stop_token_ids:
             if not isinstance(token, int) or token < 0:
                 raise ValueError(f"stop_token_ids: got {token!r}, allowed: integers from 0")

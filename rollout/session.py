@@ -32,6 +32,7 @@ class Rollout:
         self._done: list[Response] = []
         self._prompt_log_probs: dict[tuple[int, ...], Tensor] = {}
         self._num_added = 0
+        self._closed = False
 
     def __enter__(self) -> Rollout:
         return self
@@ -40,7 +41,8 @@ class Rollout:
         self.close()
 
     def close(self) -> None:
-        """Finish the messages under way and free the cache, unless the engine keeps it."""
+        """Finish the messages under way and free the cache, unless the engine keeps it. Nothing can be done after."""
+        self._closed = True
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             self._engine.close_pipeline(pipeline)
@@ -83,6 +85,8 @@ class Rollout:
 
     def step(self) -> list[tuple[Response, Completion]]:
         """Advance every lane by one step; returns what has finished since the last call, the same on every rank."""
+        if self._closed:
+            raise RuntimeError("this rollout is closed; start another one with Engine.start")
         if self.scheduler.busy:
             if self._pipeline is None:
                 self._pipeline = self._engine.open_pipeline(self.scheduler, self.params)
@@ -108,20 +112,39 @@ class Rollout:
 
     def _responses(self, item: Request | Paused) -> list[Response]:
         request = item.request if isinstance(item, Paused) else item
-        length, context = len(request.prompt), self._engine.context_length
-        if not 1 <= length <= context:
-            raise ValueError(f"prompt {request.prompt_id}: {length} tokens, allowed: 1 to context_length {context}")
         wanted = self.params.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
-        if wanted < 0:
-            raise ValueError(f"prompt {request.prompt_id}: max_new_tokens {wanted}, allowed: from 0")
-        limit = min(wanted, context - length)
+        self._check(request, wanted)
+        limit = min(wanted, self._engine.context_length - len(request.prompt))
         stops = self.params.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
         if isinstance(item, Request):
             indices = range(request.first_sample, request.first_sample + request.num_samples)
             return [Response(request, index, limit, frozenset(stops)) for index in indices]
+        self._check_tokens(request.prompt_id, item.tokens)
+        if not 1 <= len(item.tokens) == len(item.scores) == len(item.versions):
+            sizes = f"{len(item.tokens)}, {len(item.scores)}, {len(item.versions)}"
+            raise ValueError(
+                f"prompt {request.prompt_id}: tokens, scores, versions of a pause: got {sizes}; as many each"
+            )
         response = Response(request, item.sample_index, limit, frozenset(stops))
         response.tokens, response.scores, response.versions = list(item.tokens), list(item.scores), list(item.versions)
         return [response]
+
+    def _check(self, request: Request, max_new_tokens: int) -> None:
+        name, length, context = f"prompt {request.prompt_id}", len(request.prompt), self._engine.context_length
+        if not 1 <= length <= context:
+            raise ValueError(f"{name}: {length} tokens, allowed: 1 to context_length {context}")
+        self._check_tokens(request.prompt_id, request.prompt)
+        counts = (("max_new_tokens", max_new_tokens, 0), ("num_samples", request.num_samples, 1))
+        for field, value, least in (*counts, ("first_sample", request.first_sample, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}: {field} {value}, allowed: integers from {least}")
+
+    def _check_tokens(self, prompt_id: int, tokens: Sequence[int]) -> None:
+        """An id outside the embedding would stop one rank alone, or be taken for another id."""
+        size = self._engine.models[0].shape.vocab_size
+        wrong = [token for token in tokens if not isinstance(token, int) or not 0 <= token < size]
+        if wrong:
+            raise ValueError(f"prompt {prompt_id}: token id {wrong[0]!r}, allowed: integers from 0 to {size - 1}")
 
     def _next_step(self, lane: int, finished: tuple[Step, Drawn] | None) -> Step | None:
         """Take in what a lane has drawn and plan its next step."""
@@ -156,7 +179,8 @@ class Rollout:
         if not self.params.stop_strings or self._engine.decode is None:
             return False
         longest = max(len(text.encode()) for text in self.params.stop_strings)
-        tail = self._engine.decode(tokens[-longest - 8 :])  # some tokens more: special ones may leave no text
+        # Some tokens more, as special ones may leave no text; the first may be a part of a character.
+        tail = self._engine.decode(tokens[-longest - 8 :]).lstrip("\ufffd")
         return any(text in tail for text in self.params.stop_strings)
 
     def _completion(self, response: Response) -> Completion:

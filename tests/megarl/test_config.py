@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,12 @@ def test_wrong_run_settings_are_named_with_what_is_allowed(small_run, tmp_path, 
     [
         *((name, 0, f"{name}: got 0, allowed: from 1") for name in ("prompts_per_step", "group_size", "max_sequences")),
         *((name, 0, f"{name}: got 0, allowed: from 1") for name in ("max_prompt_tokens", "max_new_tokens")),
+        *(
+            ("oversampling", value, f"oversampling: got {value}, allowed: 1 to 100")
+            for value in (0.5, math.nan, math.inf)
+        ),
+        ("max_cache_tokens", 0, "max_cache_tokens: got 0, allowed: from 1"),
+        ("reward_threads", -1, "reward_threads: got -1, allowed: from 0"),
         *((name, 0, f"{name}: got 0, allowed: from 1") for name in ("max_generation_rounds", "eval_max_prompts")),
         ("eval_every", -1, "eval_every: got -1, allowed: from 0"),
         ("num_mini_batches", 0, "num_mini_batches: got 0, allowed: 1 to prompts_per_step 4"),

@@ -11,9 +11,9 @@ from parallel.launch import World
 from parallel.mesh import Layout, build_mesh
 from rollout.engine import Engine
 from rollout.memory import cache_bytes_per_token, cache_tokens, most_cache_tokens
-from rollout.requests import Completion, Request
+from rollout.requests import Completion, Paused, Request
 from rollout.sampling import SamplingParams
-from tests.rollout.engine_calls import PROMPTS, Call, load, run_one
+from tests.rollout.engine_calls import PROMPTS, Call, load, run_calls, run_one
 
 PARAMS = SamplingParams(max_new_tokens=9, seed=4)
 ALL = [Request(number, prompt, 2) for number, prompt in enumerate(PROMPTS)]
@@ -38,7 +38,7 @@ def test_a_request_may_have_its_own_limit_and_stop_tokens(workers, folder):
 
 def test_a_negative_limit_is_refused(workers, folder):
     call = Call([replace(ALL[1], max_new_tokens=-1)], PARAMS)
-    assert run_one(workers, folder, bad=call)["bad"].refusal == "prompt 1: max_new_tokens -1, allowed: from 0"
+    assert run_one(workers, folder, bad=call)["bad"].refusal == "prompt 1: max_new_tokens -1, allowed: integers from 0"
 
 
 def test_a_request_larger_than_the_cache_is_refused_before_anything_runs(workers, folder):
@@ -137,7 +137,7 @@ def measure(world: World, folder: Path, layout: Layout) -> tuple[int, int, int, 
     tokens = sum(tier.tokens for tier in (caches[0].prefix, caches[0].suffix))
     num_layers = sum(len(model.decoder.layers) for model in models)
     per_token = cache_bytes_per_token(models[0].shape, layout, num_layers, 4)
-    return sum(cache.num_bytes for cache in caches), tokens, per_token, cache_tokens(models, mesh, 8, 64)
+    return sum(cache.num_bytes for cache in caches), tokens, per_token, cache_tokens(models, mesh, 8, [128])
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(2)], ids=["TP1", "TP2"])
@@ -146,5 +146,74 @@ def test_the_cache_is_as_large_as_predicted(workers, folder, layout):
     for used, tokens, per_token, most in workers.run(measure, layout.model_parallel_size, folder, layout):
         assert per_token == 2 * 4 * 2 * 16 * 4 // layout.tensor_model_parallel_size
         assert used == tokens * per_token
-        assert most == most_cache_tokens(8, 64) == 2 * 8 * 128
+        assert most == most_cache_tokens(8, [128]) == 2 * 8 * 128
         assert tokens <= most
+
+
+@pytest.mark.parametrize(
+    ("request_", "refusal"),
+    [
+        (Request(0, [5, 150, 7]), "prompt 0: token id 150, allowed: integers from 0 to 149"),
+        (Request(0, [5, -1, 7]), "prompt 0: token id -1, allowed: integers from 0 to 149"),
+        (Request(0, [5, 1.5]), "prompt 0: token id 1.5, allowed: integers from 0 to 149"),
+        (Request(0, [5], num_samples=0), "prompt 0: num_samples 0, allowed: integers from 1"),
+        (Request(0, [5], max_new_tokens=1.5), "prompt 0: max_new_tokens 1.5, allowed: integers from 0"),
+        (
+            Paused(Request(0, [5]), 0, (200,), ((0.0, 0.0, 0.0),), (0,)),
+            "prompt 0: token id 200, allowed: integers from 0 to 149",
+        ),
+        (
+            Paused(Request(0, [5]), 0, (20, 21), ((0.0, 0.0, 0.0),), (0, 0)),
+            "prompt 0: tokens, scores, versions of a pause: got 2, 1, 2; as many each",
+        ),
+    ],
+)
+def test_what_no_model_could_answer_is_refused_on_every_rank_before_anything_runs(workers, folder, request_, refusal):
+    """An id outside the vocabulary would stop the first stage alone, and the others would wait."""
+    calls = {"bad": Call([request_], PARAMS), "next": Call(ALL[:1], PARAMS)}
+    for done in workers.run(run_calls, 2, Layout(1, 2), folder, calls):
+        assert done["bad"].refusal == refusal
+        assert [len(tokens) for tokens in done["next"].tokens] == [9, 9]
+
+
+def break_off(world: World, folder: Path, keep_cache: bool) -> tuple[str, bool, str]:
+    """Error of a rollout interrupted in a step, whether the next is right, and error of a step after the end."""
+    mesh = build_mesh(Layout(), world)
+    engine = Engine(load(folder, mesh), mesh, context_length=64, keep_cache=keep_cache)
+    expected = [completion.tokens for completion in engine.generate(ALL, PARAMS)]
+    rollout = engine.start(PARAMS)
+    rollout.add(ALL)
+    rollout.step()
+    rollout._append = interrupt
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        rollout.step()
+    rollout.close()
+    with pytest.raises(RuntimeError) as closed:
+        rollout.step()
+    right = [completion.tokens for completion in engine.generate(ALL, PARAMS)] == expected
+    return str(interrupted.value), right, str(closed.value)
+
+
+def interrupt(*_: object) -> bool:
+    raise KeyboardInterrupt("by hand")
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_an_error_in_a_step_is_reported_as_it_is_and_the_engine_goes_on(workers, folder, keep_cache):
+    ((interrupted, right, closed),) = workers.run(break_off, 1, folder, keep_cache)
+    assert (interrupted, right) == ("by hand", True)
+    assert closed == "this rollout is closed; start another one with Engine.start"
+
+
+@pytest.mark.parametrize(("max_sequences", "num_lanes", "page"), [(1, 2, 128), (2, 7, 128), (1, 1, 1000)])
+def test_the_default_cache_holds_whatever_fits_into_the_context(workers, folder, max_sequences, num_lanes, page):
+    few = Call(ALL, PARAMS, max_sequences=max_sequences, num_lanes=num_lanes, cache_page_tokens=page)
+    done = run_one(workers, folder, few=few, plain=Call(ALL, PARAMS))
+    assert done["few"].refusal is None
+    assert done["few"].tokens == done["plain"].tokens
+
+
+def test_prompt_log_probs_carry_no_graph(workers, folder):
+    call = Call([*ALL, Request(9, [3])], replace(PARAMS, prompt_log_probs=True))
+    for completion in run_one(workers, folder, scored=call)["scored"].completions:
+        assert not completion.prompt_log_probs.requires_grad

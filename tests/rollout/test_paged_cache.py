@@ -162,14 +162,14 @@ def measure(world: World, folder: Path, layout: Layout) -> tuple[list[int], int,
                 held.append(rollout.cache_bytes)
     num_layers = sum(len(model.decoder.layers) for model in models)
     per_token = cache_bytes_per_token(models[0].shape, layout, num_layers, 4)
-    return held, per_token, cache_tokens(models, mesh, 8, 60, block_size=16)
+    return held, per_token, cache_tokens(models, mesh, 8, [16] * 4)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(2)], ids=["TP1", "TP2"])
 def test_the_memory_is_as_predicted_from_the_first_step_to_the_last(workers, folder, layout):
     """8 responses of up to 60 tokens, each with a prefix of its own: 16 times 4 blocks of 16, and the scratch block."""
     for held, per_token, most in workers.run(measure, layout.model_parallel_size, folder, layout):
-        assert most == most_cache_tokens(8, 60, block_size=16) == 16 * 64
+        assert most == most_cache_tokens(8, [16] * 4) == 16 * 64
         assert set(held) == {(most + 16) * per_token}
 
 

@@ -39,9 +39,9 @@ def test_stop_set_is_the_union_of_generation_config_and_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("temperature", -0.5, r"0 \(greedy\) or above, finite"),
-        ("temperature", math.nan, r"0 \(greedy\) or above, finite"),
-        ("temperature", math.inf, r"0 \(greedy\) or above, finite"),
+        ("temperature", -0.5, r"0 \(greedy\) or above, up to 1e38"),
+        ("temperature", math.nan, r"0 \(greedy\) or above, up to 1e38"),
+        ("temperature", math.inf, r"0 \(greedy\) or above, up to 1e38"),
         ("top_p", 0.0, "above 0, at most 1"),
         ("top_p", 1.01, "above 0, at most 1"),
         ("top_p", math.nan, "above 0, at most 1"),
