@@ -93,3 +93,15 @@ def test_a_rule_that_fails_names_the_prompt(small_run, tmp_path, single_world):
     prompts = [replace(row, prompt_id=100 + row.prompt_id) for row in trainer.prompts.rows]
     with pytest.raises(ValueError, match="the reward of a response to prompt 103 is None; allowed: a finite number"):
         trainer.responder.respond(prompts, 2, trainer.sampling)
+
+
+def test_after_a_reward_has_failed_no_other_is_called(small_run, tmp_path, single_world):
+    rule = tmp_path / "rule.py"
+    rule.write_text(
+        "import time\ncalls = []\ndef rule(prompt, response, answer):\n    calls.append(prompt)\n"
+        "    time.sleep(0.05)\n    return None\n"
+    )
+    trainer = build_trainer(single_world, small_run.config(tmp_path, rollout={"reward": f"{rule}:rule"}))
+    with pytest.raises(ValueError, match="allowed: a finite number"):
+        trainer.responder.respond(trainer.prompts.rows, 8, trainer.sampling)
+    assert len(trainer.responder.reward.__globals__["calls"]) < 40  # of 80: one was running, and the error was noticed
