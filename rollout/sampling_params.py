@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,10 +92,11 @@ class SamplingParams:
             )
 
 
-def response_length(tokens: Sequence[int], stop_token_ids: Sequence[int]) -> tuple[int, FinishReason]:
+def response_length(tokens: Sequence[int], stop_token_ids: Collection[int]) -> tuple[int, FinishReason]:
     """Return how many tokens belong to the response (the first stop token included) and how it ended.
 
-    The one rule for sampler, mask, reward and metrics; padding after the stop token is never looked at.
+    The engine's rule for stop tokens, on whose finish reason mask, reward and metrics rely; padding after the stop
+    token is never looked at.
     """
     for index, token in enumerate(tokens):
         if token in stop_token_ids:

@@ -12,7 +12,7 @@ from torch import Tensor
 from rollout.pipeline import Drawn, Pipeline
 from rollout.random_numbers import combine
 from rollout.requests import Completion, Paused, Request
-from rollout.sampling import SamplingParams
+from rollout.sampling import SamplingParams, response_length
 from rollout.scheduler import Scheduler
 from rollout.steps import Response, Step
 
@@ -168,7 +168,8 @@ class Rollout:
         response.tokens.append(token)
         response.scores.append(scores)  # type: ignore[arg-type]
         response.versions.append(self.version)
-        if token in response.stop_token_ids or self._ends_in_stop_string(response.tokens):
+        _, reason = response_length([token], response.stop_token_ids)
+        if reason == "stop" or self._ends_in_stop_string(response.tokens):
             response.finish_reason = "stop"
         elif len(response.tokens) == response.limit:
             response.finish_reason = "length"
