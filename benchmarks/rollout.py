@@ -263,7 +263,7 @@ def plain(result: Result) -> dict[str, Any]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="(default: all)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each side (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=6, help="timed runs of each side (default: %(default)s)")
     parser.add_argument("--repeats-large", type=int, default=1, help="the same of case large (default: %(default)s)")
     parser.add_argument("--new-tokens-large", type=int, default=128, help="of case large (default: %(default)s)")
     parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["bf16"], help="of case large")

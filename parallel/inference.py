@@ -10,6 +10,7 @@ Shapes: T tokens, H hidden size, Hq and Hkv heads of this tensor rank, r = Hq / 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from parallel.layers import Cache, bind_cache, rms_norm
 from parallel.log_probs import VocabShard
 from parallel.model import QwenModel
-from parallel.qwen import rotary_angles
+from parallel.qwen import QwenShape, rotary_angles
 
 Linear = Callable[[Tensor], Tensor]
 MIN_PACKED = 2**19
@@ -78,6 +79,7 @@ class FunctionalStage:
     def __init__(self, model: QwenModel):
         self.model = model
         self.eps = model.config.layernorm_epsilon
+        self.eps_length = torch.tensor((self.eps * model.config.hidden_size) ** 0.5)
         self.kv_heads = model.config.num_query_groups // model.mesh.tensor_size
         self.layers = [_Layer(layer, model.shape.qk_layernorm) for layer in model.decoder.layers]
         norm = model.decoder.final_layernorm
@@ -89,10 +91,9 @@ class FunctionalStage:
     @torch.no_grad()
     def __call__(self, tokens: Tensor, positions: Tensor, hidden: Tensor | None, cache: Cache) -> Tensor:
         states = self._embed(tokens) if hidden is None else hidden
-        angles = rotary_angles(self.model.shape, positions)[:, 0]  # [T, 1, D]
-        cosine, sine = angles.cos().to(states.dtype)[:, None], angles.sin().to(states.dtype)[:, None]
+        table = _rotations(self.model.shape, 1 << int(positions.max()).bit_length(), states.dtype)
+        cosine, sine = table.index_select(1, positions)
         half = cosine.shape[-1] // 2
-        sine[..., :half].neg_()  # turns (left, right) into (left cos - right sin, right cos + left sin)
         for index, layer in enumerate(self.layers):
             heads = layer.qkv(self._norm(states, layer.input_norm)).view(
                 len(states), self.kv_heads, -1, cosine.shape[-1]
@@ -118,13 +119,27 @@ class FunctionalStage:
         return self._sum(F.embedding(local * here, embedding.weight) * here[:, None])
 
     def _norm(self, states: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(states, weight, self.eps)
+        """RMS norm; in fp32 by few operations, as x sqrt(H) / sqrt(|x|^2 + H eps)."""
+        if states.dtype != torch.float32:
+            return rms_norm(states, weight, self.eps)
+        length = torch.linalg.vector_norm(states, dim=-1, keepdim=True).hypot_(self.eps_length)
+        return torch.div(states, length.mul_(states.shape[-1] ** -0.5)).mul_(weight)
 
     def _sum(self, states: Tensor) -> Tensor:
         """Sum over the tensor group, in place."""
         if self.model.mesh.tensor_size > 1:
             dist.all_reduce(states, group=self.model.mesh.tensor_group)
         return states
+
+
+@lru_cache(maxsize=2)
+def _rotations(shape: QwenShape, num_positions: int, dtype: torch.dtype) -> Tensor:
+    """Return cosine and signed sine of the rotary angles, `[2, positions, 1, 1, D]`: (left, right) halves of a head
+    become (left cos - right sin, right cos + left sin)."""
+    angles = rotary_angles(shape, torch.arange(num_positions))  # [positions, 1, 1, D]
+    sine = angles.sin()
+    sine[..., : sine.shape[-1] // 2].neg_()
+    return torch.stack((angles.cos(), sine)).to(dtype)
 
 
 class _Layer:

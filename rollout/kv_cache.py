@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,21 +27,32 @@ from rollout.steps import Chunk, Step
 
 @dataclass(frozen=True)
 class _Span:
-    """The part of one column that is attended to: its first rows, its first tokens."""
+    """The part of one column that is attended to, its first rows and tokens: views `[rows, Hkv, tokens, D]` of the
+    keys and the values of each layer."""
 
-    column: int
     rows: int
-    tokens: int
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
     mask: Tensor | None
 
 
-@dataclass(frozen=True)
-class _Write:
-    """Rows whose next token goes into this column, and its place there: one for all if they all have the same."""
+class _Write(NamedTuple):
+    """Where the next keys and values of some rows go in one column: for each layer `[2, rows, Hkv, D]`, or with
+    `places`, where they differ, the column itself `[2, all rows, Hkv, width, D]`."""
 
-    column: int
-    rows: Tensor | slice
-    places: Tensor | int
+    targets: Sequence[Tensor]
+    rows: Tensor | None = None
+    places: Tensor | None = None
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store `[n, Hkv, D]` of all decoded rows."""
+        keys, values = self.targets[layer]
+        if self.places is None:
+            keys.copy_(key)
+            values.copy_(value)
+        else:
+            keys[self.rows, :, self.places] = key[self.rows]
+            values[self.rows, :, self.places] = value[self.rows]
 
 
 @dataclass(frozen=True)
@@ -121,21 +133,10 @@ class Tier:
                 hidden = torch.arange(start, start + longest, device=like.device)[None] >= ends[:, None]
                 mask = torch.zeros(rows, 1, 1, longest, dtype=like.dtype, device=like.device)
                 mask.masked_fill_(hidden[:, None, None], -torch.inf)
-            spans.append(_Span(index, rows, longest, mask))
+            keys, values = self.columns[index][:, :, :rows, :, :longest].unbind(1)
+            spans.append(_Span(rows, keys.unbind(), values.unbind(), mask))
             start += width
         return spans
-
-    def attend(self, layer: int, query: Tensor, spans: Sequence[_Span], scale: float) -> tuple[Tensor, Tensor]:
-        """Attend with `query [rows, Hkv, queries, D]`; returns output and log-sum-exp of each query."""
-        output = log_sum = torch.empty(0)
-        for span in spans:
-            key, value = self.columns[span.column][layer, :, : span.rows, :, : span.tokens]
-            part, part_log_sum = partial_attention(query[: span.rows], key, value, scale, span.mask)
-            if span.column == 0:
-                output, log_sum = part, part_log_sum
-            else:
-                merge(output[: span.rows], log_sum[: span.rows], part, part_log_sum)
-        return output, log_sum
 
     def write(self, layer: int, row: int, start: int, key: Tensor, value: Tensor) -> None:
         """Store `[t, Hkv, D]` as tokens `start` .. `start + t - 1` of a row."""
@@ -148,6 +149,17 @@ class Tier:
                     part = source[first - start : last - start].transpose(0, 1)
                     column[layer, place, row, :, first - offset : last - offset] = part
             offset += width
+
+
+def _attend(layer: int, query: Tensor, spans: Sequence[_Span], scale: float) -> tuple[Tensor, Tensor]:
+    """Attend with `query [rows, Hkv, queries, D]` to the spans of a tier, whose first has all rows; returns output and
+    log-sum-exp of each query."""
+    first, *others = spans
+    output, log_sum = partial_attention(query, first.keys[layer], first.values[layer], scale, first.mask)
+    for span in others:
+        part = partial_attention(query[: span.rows], span.keys[layer], span.values[layer], scale, span.mask)
+        merge(output[: span.rows], log_sum[: span.rows], *part)
+    return output, log_sum
 
 
 class KVCache:
@@ -251,10 +263,12 @@ class KVCache:
         for column, width in enumerate(self.suffix.widths):
             rows = [row for row, length in enumerate(lengths) if start <= length < start + width]
             places = [lengths[row] - start for row in rows]
+            targets = self.suffix.columns[column]
             if len(set(places)) == 1 and len(rows) == len(lengths):
-                writes.append(_Write(column, slice(len(rows)), places[0]))
+                writes.append(_Write(targets[:, :, : len(rows), :, places[0]].unbind()))
             elif rows:
-                writes.append(_Write(column, torch.tensor(rows, device=device), torch.tensor(places, device=device)))
+                where = (torch.tensor(index, device=device) for index in (rows, places))
+                writes.append(_Write(targets.unbind(), *where))
             start += width
         return writes
 
@@ -283,24 +297,20 @@ class KVCache:
 
     def _decode(self, step: _Decode, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         for write in step.writes:
-            tensor = self.suffix.columns[write.column][layer]
-            tensor[0, write.rows, :, write.places] = key[write.rows]
-            tensor[1, write.rows, :, write.places] = value[write.rows]
+            write.store(layer, key, value)
         grouped = query.unflatten(1, (key.shape[1], -1))  # [n, Hkv, r, D]
-        output, log_sum = self.suffix.attend(layer, grouped, step.suffix_spans, self.scale)
+        output, log_sum = _attend(layer, grouped, step.suffix_spans, self.scale)
         folded = (grouped if step.fold is None else grouped[step.fold]).unflatten(0, (-1, step.group))
         folded = folded.transpose(1, 2).flatten(2, 3)  # [P, Hkv, g * r, D]
-        other, other_log_sum = self.prefix.attend(layer, folded, step.prefix_spans, self.scale)
+        other, other_log_sum = _attend(layer, folded, step.prefix_spans, self.scale)
         other, other_log_sum = (x.unflatten(2, (step.group, -1)).transpose(1, 2) for x in (other, other_log_sum))
         if step.fold is None:  # rows lie in order: merge views [P, g, Hkv, r, ...] of both
             output, log_sum = (x.unflatten(0, (-1, step.group)) for x in (output, log_sum))
         else:
             other, other_log_sum = (x.flatten(0, 1)[step.unfold] for x in (other, other_log_sum))
         share = torch.sigmoid(other_log_sum - log_sum)[..., None].to(output.dtype)
-        merged = torch.lerp(
-            output, other, share, out=torch.empty(output.shape, dtype=output.dtype, device=output.device)
-        )
-        return merged.view(step.num_rows, -1)
+        merged = output.new_empty(output.shape)
+        return torch.lerp(output, other, share, out=merged).view(step.num_rows, -1)
 
     def _prefill(self, layer: int, chunks: list[Chunk], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Store chunks that begin their prefix and attend inside each."""

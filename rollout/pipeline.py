@@ -21,7 +21,7 @@ from parallel.log_probs import VocabShard, vocab_parallel_log_probs
 from parallel.mesh import Mesh
 from parallel.model import QwenModel
 from rollout.graphs import DecodeGraphs
-from rollout.random_numbers import combine
+from rollout.random_numbers import draw
 from rollout.sampling import SamplingParams, sample
 from rollout.steps import Response, Step
 
@@ -166,14 +166,17 @@ class Pipeline:
         model, device = self.models[-1], self.mesh.device
         parts = []
         if step.draws:
-            places = sorted({row for row, _ in step.draws})
-            index = {row: number for number, row in enumerate(places)}
-            rows = torch.tensor([index[row] for row, _ in step.draws], device=device)
-            logits = self.stages[-1].logits(hidden[torch.tensor(places, device=device)])
-            responses = [response for _, response in step.draws]
+            drawn_from, responses = zip(*step.draws, strict=True)
+            states, fan_out = hidden, None
+            if drawn_from != tuple(range(len(hidden))):  # a step that only decodes draws once from each row
+                places = sorted(set(drawn_from))
+                states = hidden[torch.tensor(places, device=device)]
+                if len(places) < len(drawn_from):
+                    index = {row: number for number, row in enumerate(places)}
+                    fan_out = torch.tensor([index[row] for row in drawn_from], device=device)
+            logits = self.stages[-1].logits(states)
             keys = draw_keys(responses, device)
             seen = self._seen(step) if self.params.repetition_penalty != 1 else None
-            fan_out = None if len(places) == len(responses) else rows
             drawn = sample(logits, keys, self.params, VocabShard.of(model), fan_out, seen)
             entropies = drawn.entropies
             if entropies is None:
@@ -206,8 +209,8 @@ class Pipeline:
 
 def draw_keys(responses: Sequence[Response], device: torch.device) -> Tensor:
     """Hash (seed, prompt id, sample index, position) of each response's next token."""
-    keys = torch.tensor([response.key for response in responses], dtype=torch.int64, device=device)
-    return combine(keys, torch.tensor([len(response.tokens) for response in responses], device=device))
+    numbers = [[response.stream for response in responses], [len(response.tokens) for response in responses]]
+    return draw(*torch.tensor(numbers, dtype=torch.int64).to(device))
 
 
 def _num_drawn(step: Step) -> int:

@@ -21,7 +21,17 @@ def _mix(x: Tensor) -> Tensor:
 
 def combine(key: Tensor, number: Tensor) -> Tensor:
     """Hash keys and numbers (int64, broadcast) into new keys."""
-    return _mix(_mix(key) + (number + 1) * _GAMMA)
+    return draw(start_stream(key), number)
+
+
+def start_stream(key: Tensor) -> Tensor:
+    """Return what `draw` needs of a key; once for many numbers: `combine(key, n) = draw(start_stream(key), n)`."""
+    return _mix(key)
+
+
+def draw(stream: Tensor, number: Tensor) -> Tensor:
+    """Return key number `number` of each stream (int64, broadcast)."""
+    return _mix(torch.add(stream, number + 1, alpha=_GAMMA))
 
 
 def derive_seed(*parts: int) -> int:
@@ -36,4 +46,4 @@ def derive_seed(*parts: int) -> int:
 def uniform(key: Tensor) -> Tensor:
     """Return float64 numbers of the open interval (0, 1), one for each key."""
     # 52 bits and a half are exact in float64; with 53 the largest number would round to 1.
-    return (((key >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52
+    return (key >> 12).bitwise_and_(2**52 - 1).double().add_(0.5).mul_(2.0**-52)

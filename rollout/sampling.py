@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel.log_probs import VocabShard
-from rollout.random_numbers import combine, uniform
+from rollout.random_numbers import draw, start_stream, uniform
 from rollout.sampling_params import FinishReason, SamplingParams, response_length
 from rollout.truncation import least_kept
 from rollout.vocab_blocks import BLOCK, VocabBlocks, gather_over_tensor_ranks
@@ -149,11 +149,11 @@ def _draw(
         log_sums: `[U, B]` float64 of the ids that may be drawn.
         least: the least logit `[U]` that may be drawn; None: all may.
     """
-    num_blocks = log_sums.shape[1]
+    num_blocks, stream = log_sums.shape[1], start_stream(keys)
     numbers = torch.arange(first_block, first_block + num_blocks, device=keys.device)
-    gumbel = uniform(combine(keys[:, None], 2 * numbers)).log_().neg_().log_()  # the negative of it
+    gumbel = uniform(draw(stream[:, None], 2 * numbers)).log_().neg_().log_()  # the negative of it
     score, block = torch.sub(_of_draws(log_sums, rows), gumbel, out=gumbel).max(-1)
-    target = uniform(combine(keys, 2 * (block + first_block) + 1))
+    target = uniform(draw(stream, 2 * (block + first_block) + 1))
     block += num_blocks * (torch.arange(len(keys), device=keys.device) if rows is None else rows)
     cumulative = blocks.exponentials(blocks.select(block), least).double().cumsum_(-1)
     place = torch.searchsorted(cumulative, (target * cumulative[:, -1])[:, None], right=True)[:, 0]

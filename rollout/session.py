@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.pipeline import Drawn, Pipeline
-from rollout.random_numbers import combine
+from rollout.random_numbers import combine, start_stream
 from rollout.requests import Completion, Paused, Request
 from rollout.sampling import SamplingParams, response_length
 from rollout.scheduler import Scheduler
@@ -71,8 +71,8 @@ class Rollout:
         for response in responses:
             self.scheduler.check_fits(len(response.request.prompt), response.limit)
         waiting = []
-        for response, key in zip(responses, response_keys(responses, self.params.seed), strict=True):
-            response.key = key
+        for response, stream in zip(responses, random_streams(responses, self.params.seed), strict=True):
+            response.stream = stream
             response.order = self._num_added
             self._num_added += 1
             if len(response.tokens) < response.limit or self.params.prompt_log_probs:
@@ -202,12 +202,12 @@ class Rollout:
         )
 
 
-def response_keys(responses: Sequence[Response], seed: int) -> list[int]:
-    """Hash (seed, prompt id, sample index) of each response."""
+def random_streams(responses: Sequence[Response], seed: int) -> list[int]:
+    """Hash (seed, prompt id, sample index) of each response into a stream of random numbers."""
     key = torch.full((len(responses),), seed, dtype=torch.int64)
     for numbers in ([r.request.prompt_id for r in responses], [r.sample_index for r in responses]):
         key = combine(key, torch.tensor(numbers, dtype=torch.int64))
-    return key.tolist()
+    return start_stream(key).tolist()
 
 
 def _single(response: Response) -> Request:

@@ -16,7 +16,7 @@ class Response:
 
     Attributes:
         order: its place in the queue; the lowest is served first and gives way last.
-        key: hash of (seed, prompt id, sample index), the part of its random numbers that is the same for all tokens.
+        stream: of random numbers, hashed from (seed, prompt id, sample index).
         limit: most tokens.
         scores: log-prob, sampling log-prob and entropy of each token.
         base: tokens that are part of its prefix (after it gave way, or was resumed).
@@ -27,7 +27,7 @@ class Response:
     limit: int
     stop_token_ids: frozenset[int]
     order: int = -1
-    key: int = 0
+    stream: int = 0
     tokens: list[int] = field(default_factory=list)
     scores: list[tuple[float, float, float]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
