@@ -12,6 +12,10 @@ import random
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
@@ -19,9 +23,9 @@ import torch
 from common import ONE_THREAD_ON_CPU, finish, make_model, no_nan, print_table
 
 from megarl.progress import Progress
-from parallel.launch import detect_world, running
-from parallel.mesh import Layout, build_mesh
-from parallel.model import build_model
+from parallel.launch import World, detect_world, running
+from parallel.mesh import Layout, Mesh, build_mesh
+from parallel.model import QwenModel, build_model
 from parallel.qwen import read_shape
 from parallel.weights import import_hf
 from rollout.engine import Engine
@@ -30,7 +34,9 @@ from rollout.sampling import SamplingParams
 
 BAR = 1e-5
 MEMORY_MARGIN = 0.1
-LONGEST_PROMPT, HIGHEST_LIMIT = 700, 300
+LONGEST_PROMPT, HIGHEST_LIMIT, CONTEXT_LENGTH = 700, 300, 1024
+TIMEOUT = 600.0
+alone_engine: Engine
 
 
 def random_requests(num_requests: int, vocab_size: int, seed: int) -> list[Request]:
@@ -74,52 +80,77 @@ def flood(engine: Engine, requests: list[Request], params: SamplingParams) -> tu
     }
 
 
+def start_alone(folder: Path) -> None:
+    """Give this process an engine of its own, which lives as long as the process."""
+    global alone_engine
+    torch.set_num_threads(1)
+    world = ExitStack().enter_context(running(detect_world(), TIMEOUT))
+    alone_engine = Engine(*build(folder, world), context_length=CONTEXT_LENGTH, keep_cache=True)
+
+
+def run_alone(requests: list[Request], params: SamplingParams) -> list[Completion]:
+    """Generate each response alone."""
+    singles = [
+        replace(request, num_samples=1, first_sample=index)
+        for request in requests
+        for index in range(request.num_samples)
+    ]
+    return [alone_engine.generate([single], params)[0] for single in singles]
+
+
 def compare_alone(
-    engine: Engine, requests: list[Request], params: SamplingParams, together: list[Completion]
+    folder: Path, requests: list[Request], params: SamplingParams, together: list[Completion], num_processes: int
 ) -> tuple[int, float]:
     """Run each response alone; returns how many differ in tokens or reason, and the largest log-prob difference."""
     found = {(c.prompt_id, c.sample_index): c for c in together}
     num_different, num_done, gap = 0, 0, 0.0
-    with Progress("alone", len(found), rank=0) as progress:
-        for request in requests:
-            for index in range(request.num_samples):
-                single = Request(
-                    *(request.prompt_id, request.prompt, 1, index, request.max_new_tokens, request.stop_token_ids)
-                )
-                (alone,) = engine.generate([single], params)
-                other = found[request.prompt_id, index]
+    pool = ProcessPoolExecutor(num_processes, get_context("spawn"), start_alone, (folder,))
+    with pool, Progress("alone", len(found), rank=0) as progress:
+        parts = [requests[start : start + 4] for start in range(0, len(requests), 4)]
+        for part in as_completed([pool.submit(run_alone, part, params) for part in parts]):
+            for alone in part.result():
+                other = found[alone.prompt_id, alone.sample_index]
                 same = (alone.tokens, alone.finish_reason) == (other.tokens, other.finish_reason)
                 num_different += not same
                 if same and alone.tokens:
                     gap = max(gap, no_nan(float((alone.log_probs - other.log_probs).abs().max())))
                 num_done += 1
-                progress.update(num_done, {"different": num_different})
+            progress.update(num_done, {"different": num_different})
     return num_different, gap
+
+
+def build(folder: Path, world: World) -> tuple[list[QwenModel], Mesh]:
+    """Load the model of `folder`."""
+    mesh = build_mesh(Layout(), world)
+    models = build_model(read_shape(folder), mesh, torch.float32)
+    import_hf(folder, models, mesh)
+    return models, mesh
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-requests", type=int, default=2000, metavar="N", help="responses (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, requests and sampling (default: %(default)s)")
+    parser.add_argument(
+        "--num-processes", type=int, default=os.cpu_count(), metavar="N", help="run alone in (default: all cores)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here (default: nowhere)")
     args = parser.parse_args()
     os.environ |= ONE_THREAD_ON_CPU
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, running(detect_world(), 600.0) as world:
-        make_model(Path(folder) / "qwen2", args.seed, "--max-positions", "1024")
-        mesh = build_mesh(Layout(), world)
-        shape = read_shape(Path(folder) / "qwen2")
-        models = build_model(shape, mesh, torch.float32)
-        import_hf(Path(folder) / "qwen2", models, mesh)
+    with tempfile.TemporaryDirectory() as root, running(detect_world(), TIMEOUT) as world:
+        folder = Path(root) / "qwen2"
+        make_model(folder, args.seed, "--max-positions", str(CONTEXT_LENGTH))
+        models, mesh = build(folder, world)
+        shape = models[0].shape
         requests = random_requests(args.num_requests, shape.vocab_size, args.seed)
         needed = sum(r.num_samples * (len(r.prompt) + (r.max_new_tokens or 0)) for r in requests)
-        engine = Engine(models, mesh, context_length=1024, max_sequences=512, max_cache_tokens=needed // 10)
+        engine = Engine(models, mesh, CONTEXT_LENGTH, max_sequences=args.num_requests, max_cache_tokens=needed // 10)
         params = SamplingParams(seed=args.seed)
         started = time.perf_counter()
         together, figures = flood(engine, requests, params)
         seconds = time.perf_counter() - started
-        engine_alone = Engine(models, mesh, context_length=1024, keep_cache=True)
-        num_different, gap = compare_alone(engine_alone, requests, params, together)
+        num_different, gap = compare_alone(folder, requests, params, together, args.num_processes)
     wanted = Counter((r.prompt_id, index) for r in requests for index in range(r.num_samples))
     answered_once = Counter((c.prompt_id, c.sample_index) for c in together) == wanted
     bound = engine.max_cache_tokens * 2 * shape.num_layers * shape.num_query_groups * shape.head_dim * 4 / 2**20
