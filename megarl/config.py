@@ -25,6 +25,7 @@ from parallel.options import option
 from parallel.qwen import QwenShape, read_shape
 from parallel.reshard import check_inference_layout
 from parallel.weights import check_hf
+from rollout.memory import least_cache_tokens
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -186,7 +187,17 @@ class PolicyConfig:
             check_inference_layout(self.rollout.layout, self.layout, shape, world_size)
         check_vocabulary(self.run.model, shape)
         self._check_group_size()
+        self._check_cache()
         return shape
+
+    def _check_cache(self) -> None:
+        rollout = self.rollout
+        least = least_cache_tokens(rollout.layout or self.layout, rollout.max_prompt_tokens, rollout.max_new_tokens)
+        if rollout.max_cache_tokens is not None and rollout.max_cache_tokens < least:
+            raise ValueError(
+                f"max_cache_tokens: got {rollout.max_cache_tokens}, allowed for prompts of {rollout.max_prompt_tokens} "
+                f"and responses of {rollout.max_new_tokens} tokens: from {least}"
+            )
 
     def _check_group_size(self) -> None:
         size = self.rollout.group_size

@@ -34,6 +34,34 @@ class OpenGroup:
     rest: list[Request | Paused] = field(default_factory=list)
 
 
+@dataclass
+class ExpectedLengths:
+    """Mean length of the responses to each prompt (by the hash of its tokens) when it was last seen, to share work out
+    fairly: results don't depend on it."""
+
+    means: dict[int, float] = field(default_factory=dict)
+    total: float = 0.0
+
+    def learn(self, groups: Sequence[Group]) -> None:
+        """Take note of the mean response length of complete groups."""
+        for group in groups:
+            prompt, mean = hash(tuple(group[0].prompt)), sum(len(sample.response) for sample in group) / len(group)
+            self.total += mean - self.means.get(prompt, 0.0)
+            self.means[prompt] = mean
+
+    def relative(self, items: Sequence[Request | Paused]) -> list[float]:
+        """Return what is expected to be left of one response to each item, in multiples of the mean length."""
+        if not self.total:
+            return [1.0] * len(items)
+        mean = self.total / len(self.means)
+        left = []
+        for item in items:
+            request, done = (item.request, len(item.tokens)) if isinstance(item, Paused) else (item, 0)
+            length = self.means.get(hash(tuple(request.prompt)), mean)
+            left.append(max(length - done, 1.0) / mean)
+        return left
+
+
 @dataclass(frozen=True)
 class Responder:
     """Generates with the engine and scores with a reward rule.
@@ -55,6 +83,7 @@ class Responder:
     reward_threads: int = 1
     refresh: Callable[[], None] | None = None
     border_steps: int = BORDER_STEPS
+    expected: ExpectedLengths = field(default_factory=ExpectedLengths)
 
     def respond(
         self, prompts: Sequence[PromptExample], group_size: int, sampling: SamplingParams, version: int = 0
@@ -93,8 +122,11 @@ class Responder:
         pool = ThreadPoolExecutor(max(self.reward_threads, 1))
         with shared, ExitStack() as stack:
             stack.callback(pool.shutdown, cancel_futures=True)  # after an error nothing more is scored
-            shared.add([item for group in unfinished for item in group.rest])
-            shared.add(work.start(prompts))
+            items: list[Request | Paused] = [
+                *(item for group in unfinished for item in group.rest),
+                *work.start(prompts),
+            ]
+            shared.add(items, self.expected.relative(items))
             scoring: deque[Future[Sample]] = deque()
             while shared.busy or work.groups:
                 for completion in shared.run_to_border():
@@ -104,13 +136,15 @@ class Responder:
                 complete = work.add(self._exchange(scoring, wait=not shared.busy))
                 if not complete:
                     continue
+                self.expected.learn(complete)
                 more = judge(complete)
                 if more is None:
                     rest = shared.pause()
                     complete = work.add(self._exchange(scoring, wait=True))
                     judge(complete)
                     return work.pause(rest)
-                shared.add(work.start(more))
+                items = list(work.start(more))
+                shared.add(items, self.expected.relative(items))
         return []
 
     def _start_scoring(self, pool: ThreadPoolExecutor, prompt: PromptExample, completion: Completion) -> Future[Sample]:

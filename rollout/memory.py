@@ -14,6 +14,8 @@ import torch.distributed as dist
 from parallel.mesh import Layout, Mesh
 from parallel.model import QwenModel
 from parallel.qwen import QwenShape
+from rollout.columns import Columns, column_widths
+from rollout.scheduler import tokens_needed
 
 FREE_SHARE = {"cpu": 0.5, "cuda": 0.9}
 """Share of the free memory the cache may take; a CPU machine keeps more for everything else on it."""
@@ -31,6 +33,13 @@ def most_cache_tokens(max_sequences: int, widths: Sequence[int]) -> int:
         widths: tokens of the columns, or blocks, that hold the longest sequence.
     """
     return 2 * max_sequences * sum(widths)
+
+
+def least_cache_tokens(layout: Layout, prompt_length: int, max_new_tokens: int) -> int:
+    """Return the smallest bound of the cache with which such a prompt and response can be generated on a CPU, where it
+    is kept in columns and every pipeline rank has a lane."""
+    book = Columns(column_widths(prompt_length + max_new_tokens))
+    return layout.pipeline_model_parallel_size * tokens_needed(book.cost, prompt_length, max_new_tokens)
 
 
 def cache_tokens(models: Sequence[QwenModel], mesh: Mesh, max_sequences: int, widths: Sequence[int]) -> int:

@@ -53,7 +53,7 @@ class SharedRollout:
         """Queue requests, each on the replica with least to do.
 
         Args:
-            expected: tokens expected of one response to each request; None if all are alike.
+            expected: expected length of one response to each request, in multiples of the mean; None: all 1.
         """
         costs = [1.0] * len(requests) if expected is None else expected
         weights = [

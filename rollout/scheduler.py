@@ -53,6 +53,21 @@ class Lane:
         return self.max_tokens - self.prefixes.used - self.suffixes.used
 
 
+def tokens_needed(cost: Callable[[int], int], prompt_length: int, limit: int) -> int:
+    """Return the tokens of a lane's cache that one response may need, however often it gives way.
+
+    Args:
+        cost: tokens that a book reserves for a number of tokens.
+        limit: most tokens of the response.
+    """
+    need = base = 0  # tokens that it had when it gave way last
+    while base < max(limit, 1):
+        prefix = cost(prompt_length + base)
+        need = max(need, prefix + cost(max(limit - base - 1, 1)))
+        base = prefix - prompt_length + 1
+    return need
+
+
 class Scheduler:
     """Queue and lanes.
 
@@ -92,12 +107,8 @@ class Scheduler:
         Raises:
             ValueError: the cache is smaller.
         """
-        book, max_tokens = self.lanes[0].suffixes, self.lanes[0].max_tokens
-        need = base = 0  # tokens that it had when it gave way last
-        while base < max(limit, 1):
-            prefix = book.cost(prompt_length + base)
-            need = max(need, prefix + book.cost(max(limit - base - 1, 1)))
-            base = prefix - prompt_length + 1
+        max_tokens = self.lanes[0].max_tokens
+        need = tokens_needed(self.lanes[0].suffixes.cost, prompt_length, limit)
         if need > max_tokens:
             raise ValueError(
                 f"max_cache_tokens: got {max_tokens} per lane; allowed for a prompt of {prompt_length} tokens and a "

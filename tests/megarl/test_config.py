@@ -69,6 +69,15 @@ def test_wrong_rollout_settings_are_named_with_what_is_allowed(small_run, tmp_pa
         small_run.config(tmp_path, rollout={field: value}).check(world_size=1)
 
 
+def test_a_cache_too_small_for_one_response_is_refused_before_anything_is_built(small_run, tmp_path):
+    """A prompt and a response of at most 128 tokens take one column each, in each of two lanes."""
+    config = small_run.config(tmp_path, layout=Layout(1, 2))
+    tight = replace(config, rollout=replace(config.rollout, max_cache_tokens=512))
+    tight.check(world_size=2)
+    with pytest.raises(ValueError, match=r"max_cache_tokens: got 511, allowed for prompts of .*: from 512"):
+        replace(tight, rollout=replace(tight.rollout, max_cache_tokens=511)).check(world_size=2)
+
+
 def test_layout_is_checked_against_model_and_world(small_run, tmp_path):
     config = small_run.config(tmp_path, layout=Layout(tensor_model_parallel_size=2))
     assert config.check(world_size=4).num_layers == 4

@@ -5,8 +5,10 @@ import torch
 
 from megarl.batch import Sample
 from megarl.config import PolicyConfig
+from megarl.responses import ExpectedLengths
 from megarl.trainer import PolicyTrainer
 from parallel.mesh import Layout, build_mesh
+from rollout.requests import Paused, Request
 from tests.megarl.small_run import STOPS
 
 LAYOUTS = {"DP2": Layout(), "TP2": Layout(2), "PP2": Layout(1, 2)}
@@ -46,6 +48,22 @@ def test_every_rank_gets_all_groups_in_the_order_of_the_prompts_whatever_the_lay
             assert plain(groups) == plain(expected)
             for sample, other in zip(flat(groups), flat(expected), strict=True):
                 torch.testing.assert_close(sample.rollout_log_probs, other.rollout_log_probs, rtol=0, atol=1e-5)
+
+
+def sample_of(prompt: tuple[int, ...], length: int) -> Sample:
+    return Sample(0, 0, prompt, [1] * length, torch.zeros(length), score=0.0, truncated=False)
+
+
+def test_expected_lengths_are_those_seen_last_and_the_mean_for_new_prompts():
+    expected = ExpectedLengths()
+    long, short, new = Request(0, (1, 2)), Request(1, (3,)), Request(2, (4,))
+    assert expected.relative([long, new]) == [1.0, 1.0]
+    expected.learn([[sample_of((1, 2), 50)], [sample_of((3,), 10)]])
+    expected.learn([[sample_of((1, 2), 20), sample_of((1, 2), 40)]])  # means are 30 and 10 now, 20 together
+    assert expected.relative([long, short, new]) == [1.5, 0.5, 1.0]
+    begun = Paused(long, 0, tokens=(7,) * 10, scores=(), versions=())
+    late = Paused(long, 0, tokens=(7,) * 90, scores=(), versions=())
+    assert expected.relative([begun, late]) == [1.0, 1 / 20]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
