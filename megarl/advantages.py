@@ -100,3 +100,124 @@ def whiten(values: Tensor, mask: Tensor, reduce_sum: Callable[[Tensor], Tensor],
     mean = total / count
     variance = (total_squared / count - mean.square()).clamp(min=0.0)  # rounding may give -1e-20, whose root is NaN
     return torch.where(mask, (kept - mean) / (variance.sqrt() + epsilon), 0.0).to(values.dtype)
+
+
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """R minus the mean reward of the other responses to the prompt (RLOO, arXiv 2402.14740), as a recipe's advantage.
+
+    It is `group_advantages(..., "none")` times G / (G - 1) for a group of G.
+    """
+
+    def __call__(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
+        """rewards [B], group_ids [B] -> advantages [B]. Raises ValueError for a group of one."""
+        _, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+        size = sizes[index].double()
+        return (group_advantages(rewards, group_ids, "none").double() * size / (size - 1)).float()
+
+
+@dataclass(frozen=True)
+class TokenOutcomes:
+    """What token-level advantages are made of: B responses end to end, N tokens in all.
+
+    Fields: `rewards [N]`; `values [N]`, of the state before each token; `last_values [B]`, of the state after the last
+    token of each response; `lengths [B]`; `truncated [B]`, which responses were cut off at the length limit.
+    """
+
+    rewards: Tensor
+    values: Tensor
+    last_values: Tensor
+    lengths: Tensor
+    truncated: Tensor
+
+
+TokenAdvantage = Callable[[TokenOutcomes], tuple[Tensor, Tensor]]
+"""outcomes -> advantages [N], and returns [N]: what a critic should have said."""
+
+
+@dataclass(frozen=True)
+class GeneralizedAdvantages:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16), as a recipe's token-level advantage.
+
+    A_t = sum over l of (gamma lam)^l (r_{t+l} + gamma V_{t+l+1} - V_{t+l}); the return of a token is A_t + V_t, before
+    whitening.
+
+    Fields:
+        gamma, lam: discount and trace decay, 0 to 1.
+        whiten: advantages to mean 0 and standard deviation 1 over all tokens of the step.
+        bootstrap_truncated: a response that was cut off is worth `last_values` after its last token, not 0.
+    """
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten: bool = True
+    bootstrap_truncated: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "lam"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be within 0..1, got {getattr(self, name)}")
+
+    def __call__(self, outcomes: TokenOutcomes) -> tuple[Tensor, Tensor]:
+        """See `TokenAdvantage`."""
+        raw = gae(outcomes, self.gamma, self.lam, bootstrap_truncated=self.bootstrap_truncated)
+        returns = raw + outcomes.values
+        return _whitened(raw) if self.whiten else raw, returns
+
+
+def gae(outcomes: TokenOutcomes, gamma: float, lam: float, *, bootstrap_truncated: bool) -> Tensor:
+    """Return the advantages of `GeneralizedAdvantages` before whitening, [N] fp32."""
+    advantages = torch.empty_like(outcomes.rewards, dtype=torch.float64)
+    after = torch.where(outcomes.truncated, outcomes.last_values, 0.0) if bootstrap_truncated else None
+    start = 0
+    for number, length in enumerate(outcomes.lengths.tolist()):
+        part = slice(start, start + length)
+        values = torch.zeros(length + 1, dtype=torch.float64)
+        values[:-1] = outcomes.values[part]
+        if after is not None:
+            values[-1] = after[number]
+        deltas = (outcomes.rewards[part].double() + gamma * values[1:] - values[:-1]).tolist()
+        trace = 0.0
+        for place in range(length - 1, -1, -1):
+            trace = deltas[place] + gamma * lam * trace
+            advantages[start + place] = trace
+        start += length
+    return advantages.float()
+
+
+@dataclass(frozen=True)
+class BatchAdvantages:
+    """Discounted sum of rewards to come, normalised over all tokens of the step (REINFORCE++, arXiv 2501.03262), as a
+    recipe's token-level advantage; needs no critic.
+
+    Fields: `gamma`, discount, 0 to 1.
+    """
+
+    gamma: float = 1.0
+
+    def __call__(self, outcomes: TokenOutcomes) -> tuple[Tensor, Tensor]:
+        """See `TokenAdvantage`."""
+        nothing = torch.zeros_like(outcomes.rewards)
+        without_critic = TokenOutcomes(
+            outcomes.rewards, nothing, torch.zeros_like(outcomes.last_values), outcomes.lengths, outcomes.truncated
+        )
+        returns = gae(without_critic, self.gamma, 1.0, bootstrap_truncated=False)
+        return _whitened(returns), returns
+
+
+def _whitened(values: Tensor) -> Tensor:
+    """`whiten` over all tokens; every rank holds all of them, so there is nothing to reduce."""
+    return whiten(values, torch.ones_like(values, dtype=torch.bool), lambda sums: sums)
+
+
+def token_rewards(scores: Tensor, lengths: Tensor, kl: Tensor | None, coefficient: float) -> Tensor:
+    """Return the reward of each token, [N]: the score of a response at its last token (the stop token if it has one),
+    minus `coefficient * kl` at every token (arXiv 1909.08593, section 2).
+
+    Args:
+        scores: [B]; lengths: [B], at least 1.
+        kl: [N] estimate of the divergence from the reference; None: none.
+    """
+    rewards = scores.new_zeros(int(lengths.sum())) if kl is None else -coefficient * kl
+    rewards[lengths.cumsum(0) - 1] += scores
+    return rewards

@@ -114,7 +114,19 @@ class RolloutSettings:
         "prompts started per prompt needed; above 1 a step ends once enough groups are complete and the rest goes on "
         "in the next: responses then come from several versions of the weights, and results depend on the layout",
     )
+    adaptive_oversampling: bool = option(
+        False,
+        "start as many prompts at once as the observed share of kept groups calls for, in rounds; groups kept beyond "
+        "prompts_per_step are trained on in the next step",
+    )
+    on_exhausted: Literal["train", "stop"] = option(
+        "train", "when max_generation_rounds keep too few groups: train on those, or stop the run with its model saved"
+    )
     num_mini_batches: int = option(4, "optimizer steps of a step, each on its own groups")
+    num_epochs: int = option(1, "times that a step goes over its mini-batches")
+    reward_model: Path | None = option(
+        None, "HF folder of a sequence-classification model whose score is the reward; the rule gives the accuracy only"
+    )
 
     def check(self, shape: QwenShape, max_tokens_per_pack: int) -> None:
         """Check the fields by themselves and against the model.
@@ -124,7 +136,10 @@ class RolloutSettings:
         """
         _at_least(self, prompts_per_step=1, group_size=1, max_prompt_tokens=1, max_new_tokens=1, max_sequences=1)
         _at_least(self, max_generation_rounds=1, eval_every=0, eval_max_prompts=1)
-        _at_least(self, max_prefill_tokens=1, reward_threads=0)
+        _at_least(self, max_prefill_tokens=1, reward_threads=0, num_epochs=1)
+        _one_of(self, on_exhausted=("train", "stop"))
+        if self.adaptive_oversampling and self.oversampling != 1:
+            raise ValueError(f"oversampling: got {self.oversampling}, allowed with adaptive_oversampling: 1")
         if not 1 <= self.oversampling <= 100:
             raise ValueError(f"oversampling: got {self.oversampling}, allowed: 1 to 100")
         if self.max_cache_tokens is not None:
@@ -165,6 +180,21 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True)
+class CriticSettings:
+    """The critic of recipes with a value loss, in the layout of the policy."""
+
+    critic_model: Path | None = option(None, "HF folder to start the critic from; none: the policy's")
+    critic_lr: float = option(1e-5, "peak learning rate of the critic; everything else as the policy's optimizer")
+    critic_warmup_steps: int = option(0, "first steps that train the critic alone")
+
+    def check(self) -> None:
+        """As `RunSettings.check`."""
+        _at_least(self, critic_warmup_steps=0)
+        if not 0 < self.critic_lr < math.inf:
+            raise ValueError(f"critic_lr: got {self.critic_lr}, allowed: above 0")
+
+
+@dataclass(frozen=True)
 class PolicyConfig:
     """A whole reinforcement-learning run."""
 
@@ -173,6 +203,7 @@ class PolicyConfig:
     layout: Layout
     optimizer: OptimizerSettings
     recipe: Recipe
+    critic: CriticSettings = CriticSettings()
 
     def check(self, world_size: int) -> QwenShape:
         """Check all values before anything is built; returns the model's shape.
@@ -188,6 +219,10 @@ class PolicyConfig:
         check_vocabulary(self.run.model, shape)
         self._check_group_size()
         self._check_cache()
+        self.critic.check()
+        for name, folder in (("critic_model", self.critic.critic_model), ("reward_model", self.rollout.reward_model)):
+            if folder is not None:
+                _check_same_tokens(name, folder, shape, self.layout, world_size)
         return shape
 
     def _check_cache(self) -> None:
@@ -201,6 +236,8 @@ class PolicyConfig:
 
     def _check_group_size(self) -> None:
         size = self.rollout.group_size
+        if self.recipe.advantage is None:
+            return
         try:
             self.recipe.advantage(torch.zeros(size), torch.zeros(size, dtype=torch.int64))
         except ValueError as error:
@@ -237,6 +274,17 @@ class SFTConfig:
         self.data.check()
         check_vocabulary(self.run.model, shape)
         return shape
+
+
+def _check_same_tokens(name: str, folder: Path, shape: QwenShape, layout: Layout, world_size: int) -> None:
+    """Check a model that reads the policy's token ids in the policy's layout."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{name}: got {str(folder)!r}, allowed: a folder with a config.json")
+    own = read_shape(folder)
+    check_hf(folder, own, head="scalar")
+    layout.check(own, world_size)
+    if own.vocab_size != shape.vocab_size:
+        raise ValueError(f"{name}: vocab_size is {own.vocab_size}, allowed: {shape.vocab_size}, that of the policy")
 
 
 def check_vocabulary(folder: Path, shape: QwenShape) -> None:

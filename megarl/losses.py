@@ -6,10 +6,12 @@ Reducing is the task of `aggregation.py` alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # exp() of a difference of log-probs overflows fp32 above 88.7, and inf * 0 in the backward pass is NaN. e^20 = 4.9e8
@@ -51,13 +53,13 @@ class ClippedPolicyLoss:
             raise ValueError(f"dual clip must be above 1 or None, got {self.dual}")
 
     def __call__(
-        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, sequence_ids: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss [N] with gradients to `log_probs`, and detached metrics [N].
+        """Loss [N] with gradients to `log_probs`, and detached metrics [N]; `sequence_ids` is not used.
 
         Metrics: `ratio` (its exponent bounded by MAX_EXPONENT), `log_ratio` (never bounded: the real drift),
-        `approx_kl` (k3 estimate of KL(old || new)), `clip_fraction` and `dual_clip_fraction` (1.0 where that term is
-        the one used).
+        `approx_kl` (k3 estimate of KL(old || new)), `clip_fraction` (1.0 where the clipped term is the one used), its
+        parts `clip_fraction_low` and `clip_fraction_high` (by the bound), and `dual_clip_fraction`.
         A token whose log-ratio is above MAX_EXPONENT gets a finite loss and no gradient.
 
         Raises:
@@ -75,14 +77,21 @@ class ClippedPolicyLoss:
             bound = -advantages * self.dual
             is_dual_clipped = (advantages < 0) & (loss > bound)
             loss = torch.where(is_dual_clipped, bound, loss)
-        metrics = {
-            "ratio": ratio.detach(),
-            "log_ratio": log_ratio.detach(),
-            "approx_kl": (ratio - 1.0 - log_ratio).detach(),
+        metrics = _ratio_metrics(ratio, log_ratio) | {
             "clip_fraction": is_clipped.to(loss.dtype),
+            "clip_fraction_low": (is_clipped & (advantages < 0)).to(loss.dtype),
+            "clip_fraction_high": (is_clipped & (advantages > 0)).to(loss.dtype),
             "dual_clip_fraction": is_dual_clipped.to(loss.dtype),
         }
         return loss, metrics
+
+
+def _ratio_metrics(ratio: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:
+    return {
+        "ratio": ratio.detach(),
+        "log_ratio": log_ratio.detach(),
+        "approx_kl": (ratio - 1.0 - log_ratio).detach(),
+    }
 
 
 def clipped(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> ClippedPolicyLoss:
@@ -132,3 +141,130 @@ def negative_log_likelihood(log_probs: Tensor) -> Tensor:
     """
     _check({"log_probs": log_probs})
     return -log_probs
+
+
+@dataclass(frozen=True)
+class SequenceClippedPolicyLoss:
+    """Clipped surrogate of the sequence-level ratio s = exp(mean over the response of log new/old), the same for all
+    its tokens (GSPO, arXiv 2507.18071, eq. 5 to 7). Aggregate it by `sequence_mean_token_mean`.
+
+    Fields: s is kept within [1 - low, 1 + high]; the paper uses 3e-4 and 4e-4.
+    """
+
+    low: float = 3e-4
+    high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        ClippedPolicyLoss(self.low, self.high, dual=None)  # the same bounds
+
+    def __call__(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, sequence_ids: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """As `ClippedPolicyLoss`; `sequence_ids [N]` says which response a token belongs to."""
+        log_ratio = sequence_means(log_probs - old_log_probs, sequence_ids)[sequence_ids]
+        clipped_loss = ClippedPolicyLoss(self.low, self.high, dual=None)
+        return clipped_loss(log_ratio, torch.zeros_like(log_ratio), advantages)
+
+
+def sequence_sums(values: Tensor, sequence_ids: Tensor, num_sequences: int | None = None) -> Tensor:
+    """Sum values [N] over the tokens of each sequence, [S] with S one more than the largest id unless given."""
+    if num_sequences is None:
+        num_sequences = int(sequence_ids.max()) + 1 if len(sequence_ids) else 0
+    return values.new_zeros(num_sequences).index_add(0, sequence_ids, values)
+
+
+def sequence_means(values: Tensor, sequence_ids: Tensor, num_sequences: int | None = None) -> Tensor:
+    """As `sequence_sums`, divided by the number of tokens that were summed; 0 for a sequence without tokens."""
+    counts = sequence_sums(torch.ones_like(values), sequence_ids, num_sequences)
+    return sequence_sums(values, sequence_ids, num_sequences) / counts.clamp(min=1.0)
+
+
+def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: float) -> Tensor:
+    """Return min(training / rollout probability, cap) of each token, [N], without a gradient: it makes up for a rollout
+    that drew from slightly other probabilities than training's (truncated importance sampling, Ionides 2008)."""
+    return (old_log_probs - rollout_log_probs).clamp(max=math.log(cap)).exp().detach()
+
+
+@dataclass(frozen=True)
+class ClippedValueLoss:
+    """Squared error of a critic, at least that of its value kept within `clip` of the old one (PPO, arXiv 1707.06347).
+
+    loss = max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2) / 2. `clip` None: no clipping.
+    """
+
+    clip: float | None = 0.2
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0.0:
+            raise ValueError(f"value clip must be above 0 or None, got {self.clip}")
+
+    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss [N] with gradients to `values`, and detached metrics [N]."""
+        _check({"values": values, "old_values": old_values, "returns": returns})
+        error = (values - returns).square()
+        is_clipped = torch.zeros_like(error, dtype=torch.bool)
+        if self.clip is not None:
+            near = torch.minimum(torch.maximum(values, old_values - self.clip), old_values + self.clip)
+            clipped_error = (near - returns).square()
+            is_clipped = clipped_error > error
+            error = torch.maximum(error, clipped_error)
+        return 0.5 * error, {
+            "value": values.detach(),
+            "value_clip_fraction": is_clipped.to(error.dtype),
+            "value_error": (values - returns).square().detach(),
+        }
+
+
+PREFERENCE_LOSSES = ("sigmoid", "ipo", "hinge")
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """Loss of a preference pair from its log-ratios to the reference (DPO, arXiv 2305.18290, eq. 7).
+
+    Fields:
+        kind: with the margin m = chosen - rejected log-ratio, `"sigmoid"`: -log sigmoid(beta m); `"hinge"` (SLiC,
+            arXiv 2305.10425): relu(1 - beta m); `"ipo"` (arXiv 2310.12036, eq. 17): (m - 1 / (2 beta))^2. Log-ratios
+            are sums over the tokens of a response, for ipo means.
+        beta: above 0.
+        label_smoothing: share of pairs that are taken to be the wrong way round (cDPO); below 0.5, sigmoid only.
+        nll: weight of the chosen response's mean negative log-likelihood (RPO, arXiv 2404.19733, eq. 2).
+    """
+
+    kind: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    nll: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in PREFERENCE_LOSSES:
+            raise ValueError(f"loss: got {self.kind!r}, allowed: {', '.join(PREFERENCE_LOSSES)}")
+        if not 0.0 < self.beta < math.inf:
+            raise ValueError(f"beta: got {self.beta}, allowed: above 0")
+        if not 0.0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing: got {self.label_smoothing}, allowed: from 0 to below 0.5")
+        if self.label_smoothing and self.kind != "sigmoid":
+            raise ValueError(f"label_smoothing: got {self.label_smoothing}, allowed with loss {self.kind!r}: 0")
+        if not 0.0 <= self.nll < math.inf:
+            raise ValueError(f"nll: got {self.nll}, allowed: from 0")
+
+    @property
+    def averages(self) -> bool:
+        """Whether log-ratios are means over tokens."""
+        return self.kind == "ipo"
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Loss of each pair, [P], from log-ratios [P] of the chosen and the rejected response."""
+        margin = chosen - rejected
+        if self.kind == "ipo":
+            return (margin - 1.0 / (2.0 * self.beta)).square()
+        if self.kind == "hinge":
+            return torch.relu(1.0 - self.beta * margin)
+        # log sigmoid underflows nowhere in this form.
+        right, wrong = F.logsigmoid(self.beta * margin), F.logsigmoid(-self.beta * margin)
+        return -(1.0 - self.label_smoothing) * right - self.label_smoothing * wrong
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
+    """Loss of a reward model, [P]: -log sigmoid(chosen - rejected - margin) (arXiv 2307.09288, section 3.2.2)."""
+    return -F.logsigmoid(chosen - rejected - margins)

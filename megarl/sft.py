@@ -53,7 +53,7 @@ def train_sft(config: SFTConfig, shape: QwenShape, world: World) -> dict[str, fl
             counts = count_globally(mine, mesh)
             packs = build_packs(mine, run.max_tokens_per_pack, token_mean, counts, mesh)
             metrics = update(policy, packs, counts, sft_token_loss, step)
-            num_skipped = count_skipped(num_skipped, metrics, counts)
+            num_skipped = count_skipped(num_skipped, metrics, counts.num_tokens)
             tracker.log(step + 1, metrics)
             progress.update(step + 1, {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics})
         summary = {"training_seconds": time.perf_counter() - started, "final_loss": metrics.get("loss", float("nan"))}

@@ -12,26 +12,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import psutil
 import torch
+from torch import Tensor
 
-from megarl.batch import Sample, TrainPack, balance, build_packs, count_globally
+from megarl.advantages import TokenAdvantage, TokenOutcomes, token_rewards
+from megarl.batch import Sample, balance, build_packs, count_globally
 from megarl.config import DTYPES, PolicyConfig
 from megarl.data.prompts import PromptExample, PromptSource
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 from megarl.evaluate import Evaluator
-from megarl.groups import GroupCollector
+from megarl.groups import Group, GroupCollector, observed_keep_rate
+from megarl.passes import FrozenModel, response_log_probs, state_values
 from megarl.progress import Progress
 from megarl.report import draw_curves
 from megarl.responses import OpenGroup, Responder
 from megarl.rewards.scoring import load_reward
 from megarl.run_folder import begin_run
 from megarl.tracking import Tracker
-from megarl.updates import PolicyTokenLoss, count_skipped, reference_log_probs, update
+from megarl.updates import PolicyTokenLoss, count_skipped, take_step, update, value_head
 from parallel.launch import World
 from parallel.mesh import Mesh
-from parallel.model import QwenModel, build_model
+from parallel.model import build_model
 from parallel.optimizer import Trainable
-from parallel.qwen import QwenShape
+from parallel.qwen import QwenShape, read_shape
 from parallel.reshard import Resharder, build_inference_mesh
 from parallel.weights import export_hf, import_hf
 from rollout.engine import Engine
@@ -48,7 +52,13 @@ class State:
     optimizer_step: int = 0
     num_prompts_used: int = 0
     num_skipped: int = 0
+    critic_step: int = 0
+    num_critic_skipped: int = 0
+    kl_coefficient: float = 0.0
+    keep_rate: float = 1.0
+    exhausted: bool = False
     unfinished: list[OpenGroup] = field(default_factory=list)
+    surplus: list[Group] = field(default_factory=list)
 
 
 class PolicyTrainer:
@@ -63,7 +73,8 @@ class PolicyTrainer:
         self.prompts = PromptSource(rollout.prompts, self.tokenizer, rollout.max_prompt_tokens)
         self.policy = Trainable(build_model(shape, mesh, DTYPES[run.dtype]), mesh, config.optimizer)
         self.policy.load_hf(run.model, seed=run.seed)
-        self.reference = self._build_reference(shape)
+        self.reference, self.critic, self.reward_model = self._build_others(shape)
+        self.state.kl_coefficient = config.recipe.kl_reward.coefficient if config.recipe.kl_reward else 0.0
         self.responder = self._build_responder(shape)
         self.sampling = SamplingParams(
             temperature=rollout.temperature,
@@ -73,13 +84,24 @@ class PolicyTrainer:
         )
         self.sampling.check_for_training()
 
-    def _build_reference(self, shape: QwenShape) -> list[QwenModel]:
-        """The starting model, only if the recipe has a KL term."""
-        if self.config.recipe.kl is None:
-            return []
-        models = build_model(shape, self.mesh, DTYPES[self.config.run.dtype])
-        import_hf(self.config.run.model, models, self.mesh)
-        return models
+    def _build_others(self, shape: QwenShape) -> tuple[FrozenModel | None, Trainable | None, FrozenModel | None]:
+        """Return reference, critic and reward model, as far as recipe and config ask for them."""
+        config, mesh, dtype = self.config, self.mesh, DTYPES[self.config.run.dtype]
+        reference = critic = reward_model = None
+        if config.recipe.needs_reference:
+            models = build_model(shape, mesh, dtype)
+            import_hf(config.run.model, models, mesh)
+            reference = FrozenModel(models, mesh)
+        if config.recipe.value_loss is not None:
+            folder = config.critic.critic_model or config.run.model
+            settings = replace(config.optimizer, lr=config.critic.critic_lr)
+            critic = Trainable(build_model(read_shape(folder), mesh, dtype, "scalar"), mesh, settings)
+            critic.load_hf(folder, seed=config.run.seed)
+        if config.rollout.reward_model is not None:
+            models = build_model(read_shape(config.rollout.reward_model), mesh, dtype, "scalar")
+            import_hf(config.rollout.reward_model, models, mesh)
+            reward_model = FrozenModel(models, mesh)
+        return reference, critic, reward_model
 
     def _build_responder(self, shape: QwenShape) -> Responder:
         rollout, models, mesh, refresh = self.config.rollout, self.policy.models, self.mesh, None
@@ -115,20 +137,27 @@ class PolicyTrainer:
         return Evaluator(self.responder, source.rows[: rollout.eval_max_prompts], self.sampling)
 
     def step(self) -> dict[str, float]:
-        """Run one on-policy step; returns its metrics, equal on all ranks."""
+        """Run one on-policy step; returns its metrics, equal on all ranks but for times and memory."""
         started = time.perf_counter()
         groups, metrics = self.generate_groups()
         generated = time.perf_counter()
         samples = self.assign_advantages(groups)
-        updates = [self.learn(samples_of) for samples_of in self.split(samples)]
+        metrics |= _advantage_metrics(samples, self.state.kl_coefficient)
+        self._adapt_kl(samples)
+        assigned = time.perf_counter()
+        updates = [self.learn(piece) for _ in range(self.config.rollout.num_epochs) for piece in self.split(samples)]
         metrics |= _mean_metrics(updates)
         self.state.step += 1
         now = time.perf_counter()
-        tokens = sum(sample.num_tokens for sample in samples)
+        trained = sum(sample.num_tokens for sample in samples)
         return metrics | {
             "rollout_seconds": generated - started,
-            "train_seconds": now - generated,
-            "tokens_per_second": tokens / (now - started),
+            "scoring_seconds": assigned - generated,
+            "train_seconds": now - assigned,
+            "tokens_per_second": trained / (now - started),
+            "rollout_tokens_per_second": metrics["generated_tokens"] / (generated - started),
+            "train_tokens_per_second": trained * self.config.rollout.num_epochs / (now - assigned),
+            "memory_gib": used_memory(self.mesh) / 2**30,
         }
 
     def generate_groups(self) -> tuple[list[list[Sample]], dict[str, float]]:
@@ -144,24 +173,37 @@ class PolicyTrainer:
             wanted=rollout.prompts_per_step,
             max_rounds=rollout.max_generation_rounds,
             oversampling=rollout.oversampling,
+            keep_rate=state.keep_rate if rollout.adaptive_oversampling else None,
             num_under_way=len(state.unfinished),
+            kept=list(state.surplus),
         )
-        state.unfinished = self.responder.respond_until(
-            state.unfinished,
-            collector.start(),
-            rollout.group_size,
-            self.sampling,
-            collector.judge,
-            version=state.step,
-        )
+        num_carried = len(state.surplus)
         if not collector.enough:
-            logger.warning(
-                "step %d: %d of %d groups kept after %d rounds; training on those",
-                *(state.step, len(collector.kept), rollout.prompts_per_step, collector.num_rounds),
+            state.unfinished = self.responder.respond_until(
+                state.unfinished,
+                collector.start(),
+                rollout.group_size,
+                self.sampling,
+                collector.judge,
+                version=state.step,
             )
-        return sorted(collector.kept, key=lambda group: group[0].prompt_id), {
+        groups, state.surplus = collector.split_surplus()
+        num_judged = len(collector.everything) // rollout.group_size
+        state.keep_rate = observed_keep_rate(state.keep_rate, len(collector.kept) - num_carried, num_judged)
+        state.exhausted = not collector.enough
+        if state.exhausted:
+            logger.warning(
+                "step %d: %d of %d groups kept after %d rounds; %s",
+                *(state.step, len(collector.kept), rollout.prompts_per_step, collector.num_rounds),
+                "training on those" if rollout.on_exhausted == "train" else "the run stops",
+            )
+        return groups, {
             **_rollout_metrics(collector.everything),
-            "groups_kept": len(collector.kept),
+            "groups_kept": len(groups),
+            "groups_carried": num_carried,
+            "groups_left_over": len(state.surplus),
+            "oldest_group": max((state.step - _version(group) for group in groups), default=0),
+            "keep_rate": state.keep_rate,
             "generation_rounds": collector.num_rounds,
             "groups_paused": len(state.unfinished),
             "stale_tokens": _share_of_older(collector.everything, state.step),
@@ -173,21 +215,78 @@ class PolicyTrainer:
         return prompts
 
     def assign_advantages(self, groups: Sequence[Sequence[Sample]]) -> list[Sample]:
-        """Shape rewards, mask truncated responses and compute advantages, as the recipe says."""
-        recipe = self.config.recipe
+        """Score the samples with the other models, shape rewards, mask truncated responses and compute advantages, as
+        the recipe says."""
         samples = [sample for group in groups for sample in group]
         if not samples:
             return []
-        rewards = torch.tensor([sample.score for sample in samples], dtype=torch.float32)
+        recipe = self.config.recipe
+        samples = self._with_log_probs(samples)
+        rewards = self._rewards(samples)
         if recipe.shape_reward is not None:
             rewards = recipe.shape_reward(rewards, torch.tensor([len(sample.response) for sample in samples]))
+        samples = [
+            replace(sample, reward=reward, in_loss=not (recipe.mask_truncated and sample.truncated))
+            for sample, reward in zip(samples, rewards.tolist(), strict=True)
+        ]
+        if recipe.token_advantage is not None:
+            return self._token_advantages(samples, recipe.token_advantage)
+        assert recipe.advantage is not None
         advantages = recipe.advantage(rewards, torch.tensor([sample.prompt_id for sample in samples]))
         return [
-            replace(
-                sample, reward=reward, advantage=advantage, in_loss=not (recipe.mask_truncated and sample.truncated)
-            )
-            for sample, reward, advantage in zip(samples, rewards.tolist(), advantages.tolist(), strict=True)
+            replace(sample, advantage=advantage) for sample, advantage in zip(samples, advantages.tolist(), strict=True)
         ]
+
+    def _with_log_probs(self, samples: list[Sample]) -> list[Sample]:
+        """Add the reference's log-probs and those of a training pass, where the recipe needs them."""
+        budget, temperature = self.config.run.max_tokens_per_pack, self.config.rollout.temperature
+        if self.reference is not None:
+            with self.reference.on_device() as chunks:
+                scored = response_log_probs(chunks, samples, budget, self.mesh, temperature)
+            samples = [replace(sample, ref_log_probs=one) for sample, one in zip(samples, scored, strict=True)]
+        if self.config.recipe.importance_cap is not None:
+            scored = response_log_probs(self.policy.models, samples, budget, self.mesh, temperature)
+            samples = [replace(sample, old_log_probs=one) for sample, one in zip(samples, scored, strict=True)]
+        return samples
+
+    def _rewards(self, samples: Sequence[Sample]) -> Tensor:
+        """Return the reward of each response, `[B]` fp32: the rule's score, or the reward model's."""
+        if self.reward_model is None:
+            return torch.tensor([sample.score for sample in samples], dtype=torch.float32)
+        with self.reward_model.on_device() as chunks:
+            values = state_values(chunks, samples, self.config.run.max_tokens_per_pack, self.mesh)
+        return torch.stack([value[-1] for value in values])
+
+    def _token_advantages(self, samples: Sequence[Sample], token_advantage: TokenAdvantage) -> list[Sample]:
+        """Compute values, rewards, advantages and returns of every token of every response."""
+        lengths = torch.tensor([len(sample.response) for sample in samples])
+        if self.critic is None:
+            values = [torch.zeros(len(sample.response) + 1) for sample in samples]
+        else:
+            values = state_values(self.critic.models, samples, self.config.run.max_tokens_per_pack, self.mesh)
+        kl = None
+        if self.config.recipe.kl_reward is not None:
+            kl = torch.cat([_kl(sample) for sample in samples])
+        rewards = torch.tensor([sample.reward for sample in samples])
+        outcomes = TokenOutcomes(
+            rewards=token_rewards(rewards, lengths, kl, self.state.kl_coefficient),
+            values=torch.cat([value[:-1] for value in values]),
+            last_values=torch.stack([value[-1] for value in values]),
+            lengths=lengths,
+            truncated=torch.tensor([sample.truncated for sample in samples]),
+        )
+        parts = (part.split(lengths.tolist()) for part in (*token_advantage(outcomes), outcomes.values))
+        return [
+            replace(sample, advantage=advantage, returns=returns, values=old)
+            for sample, advantage, returns, old in zip(samples, *parts, strict=True)
+        ]
+
+    def _adapt_kl(self, samples: Sequence[Sample]) -> None:
+        """Follow the KL of the step's responses with the coefficient of the KL in the reward."""
+        kl_reward, state = self.config.recipe.kl_reward, self.state
+        if kl_reward is not None and samples:
+            mean = sum(float(_kl(sample).sum()) for sample in samples) / len(samples)
+            state.kl_coefficient = kl_reward.next_coefficient(state.kl_coefficient, mean, len(samples))
 
     def split(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Split the step's samples into mini-batches of whole groups."""
@@ -206,34 +305,89 @@ class PolicyTrainer:
         Raises:
             RuntimeError: `MAX_SKIPPED_STEPS` steps in a row had a loss or gradient that was not finite.
         """
-        recipe, mesh = self.config.recipe, self.mesh
+        recipe, mesh, state = self.config.recipe, self.mesh, self.state
         share = balance([sample.num_tokens for sample in mini_batch], mesh.data_size)[mesh.data_rank]
         mine = [mini_batch[index] for index in share]
         counts = count_globally(mine, mesh)
         packs = build_packs(mine, self.config.run.max_tokens_per_pack, recipe.aggregation, counts, mesh)
+        metrics: dict[str, float] = {}
+        if self.critic is not None:
+            assert recipe.value_loss is not None
+            found = take_step(self.critic, packs, counts.num_tokens, value_head(recipe.value_loss), state.critic_step)
+            state.critic_step += int(found["applied"])
+            state.num_critic_skipped = count_skipped(state.num_critic_skipped, found, counts.num_tokens)
+            metrics = {f"critic_{name}": value for name, value in found.items()}
+            if state.step < self.config.critic.critic_warmup_steps:
+                return metrics
         temperature = self.config.rollout.temperature
-        if self.reference:
-            packs = self._with_reference(packs, temperature)
-        metrics = update(
-            self.policy, packs, counts, PolicyTokenLoss(recipe), self.state.optimizer_step, temperature=temperature
+        metrics |= update(
+            self.policy, packs, counts, PolicyTokenLoss(recipe), state.optimizer_step, temperature=temperature
         )
-        self.state.optimizer_step += int(metrics["applied"])
-        self.state.num_skipped = count_skipped(self.state.num_skipped, metrics, counts)
+        state.optimizer_step += int(metrics["applied"])
+        state.num_skipped = count_skipped(state.num_skipped, metrics, counts.num_tokens)
         return metrics
 
-    def _with_reference(self, packs: Sequence[TrainPack], temperature: float) -> list[TrainPack]:
-        scored = reference_log_probs(self.reference, packs, temperature)
-        if not self.mesh.is_last_stage:
-            return list(packs)
-        return [replace(pack, ref_log_probs=log_probs) for pack, log_probs in zip(packs, scored, strict=True)]
+
+def _kl(sample: Sample) -> Tensor:
+    """Return the log-ratio of policy to reference at each token, `[len(response)]`: the k1 estimate of their KL."""
+    assert sample.ref_log_probs is not None
+    old = sample.rollout_log_probs if sample.old_log_probs is None else sample.old_log_probs
+    return old - sample.ref_log_probs
+
+
+def _version(group: Group) -> int:
+    """Return the oldest weights that drew a token of the group."""
+    return min((version for sample in group for version in sample.versions), default=0)
+
+
+def _advantage_metrics(samples: Sequence[Sample], kl_coefficient: float) -> dict[str, float]:
+    """What the step's rewards and advantages look like."""
+    if not samples:
+        return {}
+    per_sample = [torch.as_tensor(sample.advantage, dtype=torch.float32).mean() for sample in samples]
+    advantages = torch.stack(per_sample)
+    groups: dict[int, list[float]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt_id, []).append(sample.reward)
+    metrics = {
+        "reward": sum(sample.reward for sample in samples) / len(samples),
+        "advantage_std": float(advantages.std(correction=0)),
+        "advantage_max": float(advantages.abs().max()),
+        "zero_advantage_groups": sum(min(rewards) == max(rewards) for rewards in groups.values()) / len(groups),
+    }
+    if samples[0].ref_log_probs is not None:
+        metrics["reference_kl"] = sum(float(_kl(sample).sum()) for sample in samples) / len(samples)
+    if kl_coefficient:
+        metrics["kl_coefficient"] = kl_coefficient
+    if samples[0].old_log_probs is not None:
+        gaps = [(sample.old_log_probs - sample.rollout_log_probs).abs() for sample in samples]  # type: ignore[operator]
+        metrics["rollout_gap"] = float(torch.cat(gaps).max())
+    if samples[0].returns is not None and samples[0].values is not None:
+        returns = torch.cat([sample.returns for sample in samples])  # type: ignore[misc]
+        errors = returns - torch.cat([sample.values for sample in samples])  # type: ignore[misc]
+        variance = float(returns.var(correction=0))
+        metrics["explained_variance"] = 1.0 - float(errors.var(correction=0)) / variance if variance else 0.0
+    return metrics
+
+
+def used_memory(mesh: Mesh) -> int:
+    """Return the bytes used by this rank: the peak on its GPU, or resident on a CPU."""
+    if mesh.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(mesh.device)
+    return psutil.Process().memory_info().rss
 
 
 def _rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    num = len(samples)
+    num, lengths = len(samples), [len(sample.response) for sample in samples]
+    if not num:
+        return {"generated_tokens": 0}
     return {
         "score": sum(sample.score for sample in samples) / num,
-        "response_tokens": sum(len(sample.response) for sample in samples) / num,
+        "accuracy": sum(sample.score > 0 for sample in samples) / num,
+        "response_tokens": sum(lengths) / num,
+        "longest_response": max(lengths),
         "truncated": sum(sample.truncated for sample in samples) / num,
+        "generated_tokens": sum(lengths),
     }
 
 
@@ -252,8 +406,9 @@ def _mean_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     for name in sorted(set().union(*updates)):
         values = [update[name] for update in updates if name in update]
         metrics[name] = sum(values) / len(values)
-    if "max_log_ratio" in metrics:
-        metrics["max_log_ratio"] = max(update.get("max_log_ratio", 0.0) for update in updates)
+    for name in metrics:
+        if "max_" in name:
+            metrics[name] = max(update.get(name, 0.0) for update in updates)
     if "max_log_ratio" in updates[0]:
         metrics["on_policy_gap"] = updates[0]["max_log_ratio"]
     return metrics
@@ -283,10 +438,16 @@ def train_policy(config: PolicyConfig, shape: QwenShape, world: World) -> dict[s
                 metrics |= {f"eval_{name}": value for name, value in evaluator.run().items()}
             tracker.log(trainer.state.step, metrics)
             progress.update(trainer.state.step, _shown(metrics))
+            if trainer.state.exhausted and config.rollout.on_exhausted == "stop":
+                summary["stopped_at_step"] = trainer.state.step
+                break
         summary["training_seconds"] = time.perf_counter() - started
         summary |= {f"{name}_after": value for name, value in evaluator.run().items()}
         tracker.summarize({**summary, "world_size": mesh.world_size})
         export_hf(run.output / "hf", trainer.policy.models, mesh, source_folder=run.model)
+        if trainer.critic is not None:
+            source = config.critic.critic_model or run.model
+            export_hf(run.output / "critic", trainer.critic.models, mesh, source_folder=source)
     if mesh.rank == 0:
         draw_curves(run.output, f"{config.recipe.name}: {run.output.name}")
     return summary

@@ -90,7 +90,14 @@ class ScalarHead(nn.Module):
 
 def scalar_values(model: QwenModel, hidden: Tensor, pack: Pack) -> Tensor:
     """Return the scalar head's output at the tokens before each scored one, `[N]` fp32."""
-    rows = model.gather_sequence(hidden)[:, 0].index_select(0, pack.scored - 1)
+    return token_values(model, hidden, pack.scored - 1)
+
+
+def token_values(model: QwenModel, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+    """Return the scalar head's output at some tokens of the pack, `[k]` fp32 (None: at all, `[T]`)."""
+    rows = model.gather_sequence(hidden)[:, 0]
+    if tokens is not None:
+        rows = rows.index_select(0, tokens)
     return (rows.float() @ model.output_layer.weight.float().T).squeeze(1)
 
 

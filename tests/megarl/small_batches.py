@@ -7,10 +7,12 @@ import torch
 
 from megarl.aggregation import GlobalCounts, token_mean
 from megarl.batch import Sample, TrainPack, build_packs, count_globally
+from parallel.log_probs import score_tokens
 from parallel.mesh import Mesh
 from parallel.model import build_model
 from parallel.optimizer import OptimizerSettings, Trainable
 from parallel.qwen import read_shape
+from parallel.schedule import forward
 from tests.tiny_model import draw_sequences
 
 UNCLIPPED = OptimizerSettings(clip_grad=1e9)  # clipping would change the gradients that are compared
@@ -40,3 +42,8 @@ def packs_and_counts(samples: list[Sample], trainable: Trainable) -> tuple[list[
     """Return this rank's packs of at most 100 tokens, weighed by the token mean, and the counts of all ranks."""
     counts = count_globally(samples, trainable.mesh)
     return build_packs(samples, 100, token_mean, counts, trainable.mesh), counts
+
+
+def score_packs(trainable: Trainable, packs: list[TrainPack]) -> list[torch.Tensor]:
+    """Log-probs `[N]` of each pack on the last stage, an empty list elsewhere."""
+    return forward(trainable.models, packs, lambda model, hidden, pack: score_tokens(model, hidden, pack)[0])

@@ -7,7 +7,8 @@ import pytest
 from megarl.batch import Sample
 from megarl.config import PolicyConfig
 from megarl.data.prompts import PromptExample, user_message
-from megarl.groups import GroupCollector
+from megarl.groups import GroupCollector, observed_keep_rate
+from megarl.recipes import DAPO
 from megarl.trainer import PolicyTrainer
 from parallel.mesh import Layout, build_mesh
 
@@ -55,9 +56,10 @@ def test_groups_from_the_last_step_count_as_under_way():
 
 
 def generate(world, config: PolicyConfig, num_steps: int) -> tuple[list, list, int]:
-    """Groups of some steps without learning, what is then unfinished, and the prompts used."""
+    """Groups of some steps without learning, what is then unfinished or left over, and the prompts used."""
     trainer = PolicyTrainer(config, config.check(world.world_size), build_mesh(config.layout, world))
     trainer.responder = replace(trainer.responder, border_steps=1)
+    trainer.state.keep_rate = 0.3  # for adaptive rounds
     steps = []
     stale = []
     for step in range(num_steps):
@@ -70,7 +72,8 @@ def generate(world, config: PolicyConfig, num_steps: int) -> tuple[list, list, i
     assert config.rollout.oversampling == 1 or 0 < max(stale) < 1
     return (
         steps,
-        [open_group.prompt.prompt_id for open_group in trainer.state.unfinished],
+        [open_group.prompt.prompt_id for open_group in trainer.state.unfinished]
+        + [group[0].prompt_id for group in trainer.state.surplus],
         trainer.state.num_prompts_used,
     )
 
@@ -86,7 +89,7 @@ def test_with_oversampling_unfinished_groups_go_on_in_the_next_step(small_run, t
     steps, unfinished, num_used = ranks[0]
     assert all(rank[1:] == (unfinished, num_used) for rank in ranks)
     kept = [group[0].prompt_id for groups in steps for group in groups]
-    assert all(len(groups) >= 2 for groups in steps)
+    assert all(len(groups) == 2 for groups in steps)
     assert sorted(kept + unfinished) == list(range(num_used))
     assert 6 < num_used <= 14
     assert kept != sorted(kept), "no step ended before an earlier prompt was finished"
@@ -94,3 +97,50 @@ def test_with_oversampling_unfinished_groups_go_on_in_the_next_step(small_run, t
         for sample in (sample for group in groups for sample in group):
             assert sample.response == tokens[sample.prompt_id, sample.sample_index]
             assert len(sample.rollout_log_probs) == len(sample.response) == len(sample.versions)
+
+
+def test_rounds_start_what_the_keep_rate_calls_for_and_leave_a_surplus():
+    """Half of the groups are expected to be kept, all of them are: 6 prompts for 3 groups, 3 are left over."""
+    collector = new_collector(keep_rate=0.5)
+    prompts = collector.start()
+    assert len(prompts) == 6
+    assert collector.judge([group(prompt, 0, 1) for prompt in reversed(prompts[:4])]) == []  # the round isn't over
+    assert collector.judge([group(prompt, 0, 1) for prompt in prompts[4:]]) is None
+    now, later = collector.split_surplus()
+    assert [kept[0].prompt_id for kept in now] == [0, 1, 2]
+    assert [kept[0].prompt_id for kept in later] == [3, 4, 5]
+    following = new_collector(keep_rate=0.5, kept=later[:2])
+    assert len(following.start()) == 2  # one is missing, half are kept
+
+
+def test_a_round_that_keeps_too_few_is_followed_by_another_within_the_bound():
+    collector = new_collector(keep_rate=0.5, max_rounds=3)
+    first = collector.start()
+    second = collector.judge([group(prompt, 1, 1) for prompt in first])
+    assert len(second) == 3  # 6 are needed, 9 are allowed in all
+    assert collector.judge([group(prompt, 1, 1) for prompt in second]) == []
+    assert (collector.enough, collector.num_started) == (False, 9)
+
+
+def test_the_keep_rate_follows_what_is_observed():
+    assert observed_keep_rate(0.5, num_kept=3, num_judged=10) == pytest.approx(0.7 * 0.5 + 0.3 * 0.3)
+    assert observed_keep_rate(0.05, num_kept=0, num_judged=10) == 0.05
+    assert observed_keep_rate(0.5, num_kept=0, num_judged=0) == 0.5
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, Layout()), (2, Layout(1, 2))])
+def test_adaptive_rounds_use_the_same_groups_on_every_layout(small_run, tmp_path, workers, world_size, layout):
+    """Mixed groups only; every prompt used is trained on once, dropped, or left over."""
+    settings = {"prompts_per_step": 2, "num_mini_batches": 1, "adaptive_oversampling": True}
+
+    def config(layout: Layout) -> PolicyConfig:
+        return small_run.config(tmp_path, layout=layout, recipe=DAPO, rollout=settings)
+
+    ((expected, left, num_used),) = workers.run(generate, 1, config(Layout()), 3)
+    kept = [group[0].prompt_id for groups in expected for group in groups]
+    assert len(kept) == 6 == len(set(kept))
+    assert left
+    assert not set(left) & set(kept)
+    for steps, also_left, used in workers.run(generate, world_size, config(layout), 3):
+        assert [[group[0].prompt_id for group in groups] for groups in steps] == [kept[:2], kept[2:4], kept[4:]]
+        assert (also_left, used) == (left, num_used)

@@ -21,11 +21,17 @@ def test_describe_names_every_part_and_is_json():
         "keep_group": "None",
         "shape_reward": "None",
         "mask_truncated": "False",
+        "token_advantage": "None",
+        "value_loss": "None",
+        "kl_reward": "None",
+        "entropy_coefficient": "0.0",
+        "importance_cap": "None",
     }
     assert str(DAPO) == (
         "Recipe(name=dapo, advantage=GroupAdvantages(normalize='std', epsilon=1e-06), "
         "policy_loss=ClippedPolicyLoss(low=0.2, high=0.28, dual=None), aggregation=token_mean, kl=None, "
-        "keep_group=mixed_outcomes, shape_reward=None, mask_truncated=True)"
+        "keep_group=mixed_outcomes, shape_reward=None, mask_truncated=True, token_advantage=None, value_loss=None, "
+        "kl_reward=None, entropy_coefficient=0.0, importance_cap=None)"
     )
 
 
@@ -50,7 +56,7 @@ def objective(recipe: Recipe) -> tuple[float, list[float]]:
     """Loss and gradient of one group of two responses: lengths 1 and 3, rewards 1 and 0, all ratios 1.25."""
     log_probs = torch.full((4,), 1.25).log().requires_grad_()
     advantages = recipe.advantage(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]))[torch.tensor([0, 1, 1, 1])]
-    loss, _ = recipe.policy_loss(log_probs, torch.zeros(4), advantages)
+    loss, _ = recipe.policy_loss(log_probs, torch.zeros(4), advantages, torch.tensor([0, 1, 1, 1]))
     lengths, mask = torch.tensor([1, 3, 3, 3]), torch.ones(4, dtype=torch.bool)
     total = weighted_sum(loss, recipe.aggregation(lengths, mask, GlobalCounts(num_tokens=4, num_sequences=2)))
     total.backward()

@@ -23,7 +23,10 @@ LAYOUTS = {
     "PP2 with 2 virtual stages": (2, Layout(1, 2, 2)),
     "DP2 x TP2": (4, Layout(2)),
 }
-TIMES = ("rollout_seconds", "train_seconds", "tokens_per_second")
+TIMES = (
+    *("rollout_seconds", "scoring_seconds", "train_seconds", "tokens_per_second", "rollout_tokens_per_second"),
+    *("train_tokens_per_second", "memory_gib"),
+)
 
 
 def build_trainer(world, config: PolicyConfig) -> PolicyTrainer:

@@ -10,10 +10,10 @@ import torch
 from megarl.aggregation import GlobalCounts, token_mean
 from megarl.batch import TrainPack
 from megarl.recipes import GRPO, KLTerm
-from megarl.updates import PolicyTokenLoss, count_skipped, reduce_metrics, reference_log_probs, sft_token_loss, update
+from megarl.updates import PolicyTokenLoss, count_skipped, reduce_metrics, sft_token_loss, update
 from parallel.mesh import Layout, build_mesh
 from parallel.pack import pack_sequences
-from tests.megarl.small_batches import PROMPT, UNCLIPPED, build, make_samples, packs_and_counts
+from tests.megarl.small_batches import PROMPT, UNCLIPPED, build, make_samples, packs_and_counts, score_packs
 from tests.tiny_model import (
     Records,
     all_parameters,
@@ -110,7 +110,7 @@ def test_mini_batch_without_any_token_is_skipped(workers, tiny_qwen):
     """RC13 (ii): one log line; weights, masters, moments and the optimizer's counters stay as they are."""
     for rank in workers.run(skip_a_step, 2, tiny_qwen.qwen2):
         assert rank["metrics"] == {"applied": 0.0, "lr": UNCLIPPED.lr}
-        assert rank["messages"] == ["optimizer step 1 skipped: its mini-batch has no token to train on"]
+        assert rank["messages"] == ["optimizer step 1 skipped: its mini-batch has nothing to train on"]
         assert rank["unchanged"]
         assert rank["counters"] == [1.0]
 
@@ -157,7 +157,7 @@ class Logged:
 def policy_updates(world, layout: Layout, folder: Path) -> Logged:
     trainable = build(build_mesh(layout, world), folder)
     packs, counts = packs_and_counts(make_samples([9, 5, 14], seed=3), trainable)
-    scored = reference_log_probs(trainable.models, packs, temperature=1.0)
+    scored = score_packs(trainable, packs)
     if trainable.mesh.is_last_stage:
         packs = [replace(p, old_log_probs=s, ref_log_probs=s + math.log(2)) for p, s in zip(packs, scored, strict=True)]
     trainable.settings = replace(UNCLIPPED, lr=1e-12)  # three updates of the same weights
@@ -201,9 +201,9 @@ def entropies_of_transformers(folder: Path) -> list[float]:
 
 
 def test_the_tenth_optimizer_step_in_a_row_that_is_not_finite_stops_the_run():
-    skipped, applied, counts = {"applied": 0.0}, {"applied": 1.0}, GlobalCounts(num_tokens=3, num_sequences=1)
-    assert count_skipped(8, skipped, counts) == 9
-    assert count_skipped(9, applied, counts) == 0
-    assert count_skipped(9, skipped, GlobalCounts(num_tokens=0, num_sequences=0)) == 0  # nothing to train on: no fault
+    skipped, applied = {"applied": 0.0}, {"applied": 1.0}
+    assert count_skipped(8, skipped, 3) == 9
+    assert count_skipped(9, applied, 3) == 0
+    assert count_skipped(9, skipped, 0) == 0  # nothing to train on: no fault
     with pytest.raises(RuntimeError, match="10 optimizer steps in a row"):
-        count_skipped(9, skipped, counts)
+        count_skipped(9, skipped, 3)

@@ -9,12 +9,12 @@ import torch
 from megarl.advantages import whiten
 from megarl.aggregation import weighted_sum
 from megarl.batch import Sample, TrainPack
-from megarl.updates import reduce_metrics, reference_log_probs, sft_token_loss, update
+from megarl.updates import reduce_metrics, sft_token_loss, update
 from parallel.log_probs import score_tokens
 from parallel.mesh import Layout, build_mesh
 from parallel.model import scalar_values
 from parallel.schedule import forward_backward, num_passes
-from tests.megarl.small_batches import PROMPT, build, make_samples, packs_and_counts
+from tests.megarl.small_batches import PROMPT, build, make_samples, packs_and_counts, score_packs
 from tests.tiny_model import assert_relatively_close, hf_gradients, load_transformers
 
 
@@ -94,7 +94,7 @@ class Phases:
 def run_phases(world, samples: list[list[Sample]], source: Path, target: Path) -> Phases:
     actor = build(build_mesh(Layout(), world), source)
     packs, counts = packs_and_counts(samples[world.rank], actor)
-    scored = reference_log_probs(actor.models, packs, temperature=1.0)
+    scored = score_packs(actor, packs)
     metrics = update(actor, packs, counts, sft_token_loss, 0)
     critic = build(actor.mesh, source, head="scalar")
     critic.zero_grad()
