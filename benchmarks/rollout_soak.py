@@ -35,6 +35,7 @@ from rollout.sampling import SamplingParams
 BAR = 1e-5
 MEMORY_MARGIN = 0.1
 LONGEST_PROMPT, HIGHEST_LIMIT, CONTEXT_LENGTH = 700, 300, 1024
+PAGE_TOKENS = 32  # small ones, so that responses outgrow what admission leaves free, and give way
 TIMEOUT = 600.0
 alone_engine: Engine
 
@@ -144,8 +145,15 @@ def main() -> None:
         models, mesh = build(folder, world)
         shape = models[0].shape
         requests = random_requests(args.num_requests, shape.vocab_size, args.seed)
-        needed = sum(r.num_samples * (len(r.prompt) + (r.max_new_tokens or 0)) for r in requests)
-        engine = Engine(models, mesh, CONTEXT_LENGTH, max_sequences=args.num_requests, max_cache_tokens=needed // 10)
+        needed = sum(len(r.prompt) + r.num_samples * (r.max_new_tokens or 0) for r in requests)
+        engine = Engine(
+            models,
+            mesh,
+            CONTEXT_LENGTH,
+            max_sequences=args.num_requests,
+            max_cache_tokens=needed // 10,
+            cache_page_tokens=PAGE_TOKENS,
+        )
         params = SamplingParams(seed=args.seed)
         started = time.perf_counter()
         together, figures = flood(engine, requests, params)
