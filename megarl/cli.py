@@ -7,7 +7,8 @@ import dataclasses
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from megarl.config import PolicyConfig, SFTConfig
@@ -68,9 +69,16 @@ def checked(config: Config) -> tuple[World, QwenShape]:
     A wrong value ends the process with status 2; every rank prints the reason, since the launcher ends the others as
     soon as one has ended.
     """
-    try:
+    with refusing_wrong_values():
         world = detect_world()
         return world, config.check(world.world_size)
+
+
+@contextmanager
+def refusing_wrong_values() -> Iterator[None]:
+    """End the process with status 2 and the reason when a ValueError comes out of the block."""
+    try:
+        yield
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(2) from None
