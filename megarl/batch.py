@@ -26,7 +26,8 @@ class Sample:
     Attributes:
         prompt, response: token ids; the response includes its stop token.
         rollout_log_probs: `[len(response)]` fp32, from the weights that sampled it.
-        score: what the reward rule said; `reward` is the score after shaping.
+        score: what the reward rule said; `reward` is the score after shaping. In a preference pair the scores differ by
+            its margin.
         truncated: the response ended at the length limit.
         in_loss: False: its tokens are masked out of the loss (truncated responses, if the recipe says so).
         loss_mask: for each response token whether it is learnt from (several turns in one response); None: all are.
@@ -72,7 +73,7 @@ def _nothing() -> Tensor:
 
 @dataclass(frozen=True)
 class TrainPack(Pack):
-    """A pack with what the loss needs of each scored token, all `[N]`, fp32 but for `sequence_ids`.
+    """A pack with what the loss needs of each scored token, `[N]`, fp32 but for `sequence_ids`.
 
     `log_probs[i]` scores token `scored[i]` given the tokens before it in its own sequence; all fields align to it.
     Those with a default are empty where no sample has them.
@@ -80,6 +81,7 @@ class TrainPack(Pack):
     Attributes:
         rollout_log_probs: from the weights that sampled; `old_log_probs` from those before the update.
         sequence_ids: int64, the sequence of the pack that each token belongs to.
+        scores: `[S]`, of each sequence, padding excluded.
     """
 
     loss_weights: Tensor
@@ -90,6 +92,7 @@ class TrainPack(Pack):
     values: Tensor = field(default_factory=_nothing)
     returns: Tensor = field(default_factory=_nothing)
     sequence_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    scores: Tensor = field(default_factory=_nothing)
 
     def to(self, device: torch.device) -> TrainPack:
         """Copy to `device`; `cu_seqlens` stays on the CPU."""
@@ -211,6 +214,7 @@ def _pack(samples: Sequence[Sample], aggregation: Aggregation, counts: GlobalCou
         old_log_probs=torch.cat([r if o is None else o for r, o in zip(rollout, old, strict=True)]),
         rollout_log_probs=torch.cat(rollout),
         sequence_ids=spread(list(range(len(samples)))),
+        scores=torch.tensor([float(sample.score) for sample in samples]),
         **given,
     )
 

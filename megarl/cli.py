@@ -11,12 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from megarl.config import PolicyConfig, SFTConfig
+from megarl.run_folder import RunConfig
 from parallel.launch import World, detect_world
 from parallel.qwen import QwenShape
 
 Settings = TypeVar("Settings")
-Config = PolicyConfig | SFTConfig
 
 
 def add_flags(parser: argparse.ArgumentParser, defaults: Any) -> None:
@@ -63,7 +62,7 @@ def parse(description: str, sections: Sequence[Any], arguments: Sequence[str] | 
         parser.error(str(error))
 
 
-def checked(config: Config) -> tuple[World, QwenShape]:
+def checked(config: RunConfig) -> tuple[World, QwenShape]:
     """Find this process's world and check a config for it, before any process group exists.
 
     A wrong value ends the process with status 2; every rank prints the reason, since the launcher ends the others as

@@ -6,16 +6,29 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from megarl.config import PolicyConfig, SFTConfig, to_plain
+from megarl.config import RunSettings, to_plain
 from parallel.launch import World
-from parallel.mesh import Mesh, build_mesh
+from parallel.mesh import Layout, Mesh, build_mesh
+from parallel.qwen import QwenShape
 
 logger = logging.getLogger(__name__)
 
 
-def begin_run(config: PolicyConfig | SFTConfig, world: World) -> tuple[Mesh, dict[str, Any]]:
+class RunConfig(Protocol):
+    """What the config of every kind of run has."""
+
+    @property
+    def run(self) -> RunSettings: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def check(self, world_size: int) -> QwenShape: ...
+
+
+def begin_run(config: RunConfig, world: World) -> tuple[Mesh, dict[str, Any]]:
     """Start logging, build the mesh and write the config, whole, to log and run folder.
 
     Returns: the mesh, and the config as plain JSON values.

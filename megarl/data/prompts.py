@@ -6,7 +6,7 @@ There is no position and no generator to save: prompt number `p` of a run is row
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -133,14 +133,8 @@ def read_prompts(path: str | Path) -> list[PromptExample]:
     Raises:
         ValueError: names the file, the line or row (from 1), the field, its value and what is allowed.
     """
-    path = Path(path)
-    if path.suffix not in FILE_TYPES:
-        raise ValueError(f"prompt file is {str(path)!r}; allowed: files that end in {' or '.join(FILE_TYPES)}")
-    if not path.is_file():
-        raise ValueError(f"prompt file is {str(path)!r}: there is no such file")
-    rows = read_json_lines(path) if path.suffix == ".jsonl" else _parquet_rows(path)
     examples: list[PromptExample] = []
-    for place, row in rows:
+    for place, row in read_rows(path, _COLUMNS, "prompt"):
         try:
             examples.append(PromptExample(len(examples), _read_messages(row), _read_answer(row)))
         except ValueError as error:
@@ -148,6 +142,24 @@ def read_prompts(path: str | Path) -> list[PromptExample]:
     if not examples:
         raise ValueError(f"prompt file is {str(path)!r}: it holds no prompt")
     return examples
+
+
+def read_rows(path: str | Path, columns: Sequence[str], kind: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (place, object) for each row of a JSONL or parquet file, for example ("row 1", {...}).
+
+    Args:
+        columns: read from a parquet file, as far as it has them.
+        kind: what the file is, for messages.
+
+    Raises:
+        ValueError: no such file, another kind of file, or an unreadable row.
+    """
+    path = Path(path)
+    if path.suffix not in FILE_TYPES:
+        raise ValueError(f"{kind} file is {str(path)!r}; allowed: files that end in {' or '.join(FILE_TYPES)}")
+    if not path.is_file():
+        raise ValueError(f"{kind} file is {str(path)!r}: there is no such file")
+    yield from read_json_lines(path) if path.suffix == ".jsonl" else _parquet_rows(path, columns)
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -169,12 +181,12 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield f"line {number}", row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _parquet_rows(path: Path, wanted: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path}: not a parquet file: {error}") from error
-    columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
+    columns = [name for name in wanted if name in file.schema_arrow.names]
     rows = (row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
     yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
@@ -184,12 +196,20 @@ def _read_messages(row: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
     if len(given) != 1:
         found = " and ".join(given) or f"{', '.join(row) or 'no field'}"
         raise ValueError(f"fields are {found}; allowed: one of prompt (text or messages) and messages")
-    value = row[given[0]]
-    if given[0] == "prompt" and isinstance(value, str):
+    return read_prompt(row[given[0]]) if given[0] == "prompt" else read_messages("messages", row["messages"], "user")
+
+
+def read_prompt(value: Any) -> tuple[dict[str, str], ...]:
+    """Return the chat of a row's field `prompt`, which is text or messages that end with the user's.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(value, str):
         if not value:
             raise ValueError("prompt is ''; allowed: text, not empty, or a list of messages")
         return user_message(value)
-    return read_messages(given[0], value, last_role="user")
+    return read_messages("prompt", value, last_role="user")
 
 
 def read_messages(field: str, value: Any, last_role: str) -> tuple[dict[str, str], ...]:
