@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from common import finish, make_model, make_parser, make_prompts, make_trainer, no_nan, on_layouts, print_table
@@ -252,8 +252,32 @@ def run(names: Sequence[str], seed: int, folder: Path) -> tuple[list[dict[str, A
     return rows, logits
 
 
+def run_all_algorithms(layouts: Sequence[str], seed: int, json_file: Path | None) -> NoReturn:
+    """Compare the gradients of every algorithm instead, see `algorithm_invariance.py`."""
+    from algorithm_invariance import BUDGETS, gradients, rows_of
+
+    names = list(dict.fromkeys(["TP1", *layouts]))
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder) / "qwen2", seed)
+        rows = rows_of(on_layouts(gradients, names, Path(folder), Path(folder)))
+    print_table(["algorithm", "layout", "gradient", "with an empty rank", "mean of per-rank means"], rows)
+    worst = max(max(row[2:4]) for row in rows)
+    num = len({row[0] for row in rows})
+    figure = (
+        f"largest relative difference of a gradient from one process, {num} algorithms, {len(names)} layouts, "
+        f"{len(BUDGETS)} token budgets, fp32: {worst:.1e} (bar {BAR:.0e})"
+    )
+    finish(figure, worst <= BAR, {"bar": BAR, "rows": rows}, json_file)
+
+
 def main() -> None:
-    args = make_parser(__doc__).parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--all-algorithms", action="store_true", help="the gradients of all algorithms on one mini-batch instead"
+    )
+    args = parser.parse_args()
+    if args.all_algorithms:
+        run_all_algorithms(args.layouts, args.seed, args.json)
     with tempfile.TemporaryDirectory() as folder:
         rows, logits = run(args.layouts, args.seed, Path(folder))
     columns = ["layout", "dtype", "budget_tokens", "packs", "responses", "loss", "grad_norm", "gradient", "parameters"]
