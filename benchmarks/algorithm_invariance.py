@@ -4,7 +4,7 @@ One mini-batch of responses of very uneven lengths (1 to 40 tokens) is learnt by
 several token budgets; gradients before clipping are compared with those of one process that holds everything in one
 micro-batch. A second mini-batch has no token to learn from on one of two data ranks.
 
-The last column shows why: the same gradient if two data ranks took the first and the second half of the mini-batch, each
+The last column shows why: the same gradient if two data ranks took the first third of the mini-batch and the rest, each
 divided by its own counts, and the ranks were averaged, as a mean of per-rank means does.
 """
 
@@ -146,8 +146,8 @@ def accumulate(
 def write_mean_of_means(algorithm: Algorithm, trainable: Trainable, target: Path) -> Path:
     """Write the gradient that two data ranks would average if each divided by its own counts."""
     units = units_of(algorithm, empty_rank=False)
-    half = len(units) // 2
-    for number, mine in enumerate((units[:half], units[half:])):
+    third = len(units) // 3
+    for number, mine in enumerate((units[:third], units[third:])):
         own = count(mine, trainable.mesh)
         doubled = GlobalCounts(2 * own[0].num_tokens, 2 * own[0].num_sequences), 2 * own[1]
         accumulate(algorithm, trainable, mine, max(BUDGETS), doubled, keep=number > 0)
