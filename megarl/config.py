@@ -20,6 +20,7 @@ from megarl.recipes import Recipe
 from megarl.rewards.scoring import load_reward
 from megarl.tracking import WandbMode, check_wandb
 from parallel.mesh import Layout
+from parallel.model import Head
 from parallel.optimizer import OptimizerSettings
 from parallel.options import option
 from parallel.qwen import QwenShape, read_shape
@@ -46,8 +47,8 @@ class RunSettings:
     timeout_seconds: float = option(600.0, "longest wait of one collective, in seconds")
     progress_seconds: float = option(10.0, "between two progress lines where the output is no terminal, in seconds")
 
-    def check(self) -> QwenShape:
-        """Check the fields by themselves; returns the model's shape.
+    def check(self, head: Head = "lm") -> QwenShape:
+        """Check the fields by themselves, and the model's folder; returns its shape.
 
         Raises:
             ValueError: names the field, its value and the values allowed.
@@ -64,21 +65,13 @@ class RunSettings:
             raise ValueError(f"seed: got {self.seed}, allowed: 64-bit integers")
         self._check_output()
         shape = read_shape(self.model)
-        check_hf(self.model, shape)
+        check_hf(self.model, shape, head)
         return shape
 
     def _check_output(self) -> None:
         if any((self.output / name).exists() for name in ("hf", "metrics.jsonl")):
             raise ValueError(f"output: {str(self.output)!r} already holds a run, allowed: another folder")
-        try:
-            self.output.mkdir(parents=True, exist_ok=True)
-            writable = os.access(self.output, os.W_OK)
-        except OSError as error:
-            raise ValueError(
-                f"output: got {str(self.output)!r}, allowed: a folder that can be made ({error})"
-            ) from error
-        if not writable:
-            raise ValueError(f"output: got {str(self.output)!r}, allowed: a folder that can be written to")
+        check_folder("output", self.output)
 
 
 @dataclass(frozen=True)
@@ -250,6 +243,7 @@ class DemonstrationSettings:
 
     demonstrations: Path = option(Path("runs/data/demonstrations.jsonl"), "JSONL of chats that end with the assistant")
     batch_size: int = option(64, "demonstrations of a step")
+    last_turn_only: bool = option(False, "learn from the last message of a chat only, not from all of the assistant's")
 
     def check(self) -> None:
         """As `RunSettings.check`."""
@@ -285,6 +279,21 @@ def _check_same_tokens(name: str, folder: Path, shape: QwenShape, layout: Layout
     layout.check(own, world_size)
     if own.vocab_size != shape.vocab_size:
         raise ValueError(f"{name}: vocab_size is {own.vocab_size}, allowed: {shape.vocab_size}, that of the policy")
+
+
+def check_folder(name: str, folder: Path) -> None:
+    """Make the folder of a setting.
+
+    Raises:
+        ValueError: it can't be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError as error:
+        raise ValueError(f"{name}: got {str(folder)!r}, allowed: a folder that can be made ({error})") from error
+    if not writable:
+        raise ValueError(f"{name}: got {str(folder)!r}, allowed: a folder that can be written to")
 
 
 def check_vocabulary(folder: Path, shape: QwenShape) -> None:

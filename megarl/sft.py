@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the same backbone: packed demonstrations, loss on the responses only."""
+"""Supervised fine-tuning on the same backbone: packed demonstrations, loss on the assistant's turns only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.batch import Sample, balance, build_packs, count_globally
 from megarl.config import DTYPES, SFTConfig
 from megarl.data.demonstrations import Demonstration, read_demonstrations
 from megarl.data.prompts import order
-from megarl.data.tokenizer import load_tokenizer, stop_token_ids
+from megarl.data.tokenizer import load_tokenizer, response_end
 from megarl.progress import Progress
 from megarl.report import draw_curves
 from megarl.run_folder import begin_run
@@ -33,9 +33,8 @@ def train_sft(config: SFTConfig, shape: QwenShape, world: World) -> dict[str, fl
     run = config.run
     mesh, plain = begin_run(config, world)
     tokenizer = load_tokenizer(run.model)
-    stop = tokenizer.eos_token_id
-    stop = stop_token_ids(tokenizer, run.model)[0] if stop is None else stop
-    demonstrations = read_demonstrations(config.data.demonstrations, tokenizer, stop)
+    end = response_end(tokenizer, run.model)
+    demonstrations = read_demonstrations(config.data.demonstrations, tokenizer, end, config.data.last_turn_only)
     check_lengths(demonstrations, min(run.max_tokens_per_pack, shape.max_position_embeddings))
     policy = Trainable(build_model(shape, mesh, DTYPES[run.dtype]), mesh, config.optimizer)
     policy.load_hf(run.model, seed=run.seed)
@@ -86,4 +85,13 @@ def batch_of(demonstrations: Sequence[Demonstration], step: int, batch_size: int
 
 def _as_sample(position: int, demonstration: Demonstration) -> Sample:
     unused = torch.zeros(len(demonstration.response))
-    return Sample(position, 0, demonstration.prompt, demonstration.response, unused, score=0.0, truncated=False)
+    return Sample(
+        position,
+        0,
+        demonstration.prompt,
+        demonstration.response,
+        unused,
+        score=0.0,
+        truncated=False,
+        loss_mask=demonstration.mask,
+    )

@@ -145,6 +145,13 @@ def stop_token_ids(tokenizer: Tokenizer, model_folder: str | Path) -> tuple[int,
     return tuple(sorted(stops))
 
 
+def response_end(tokenizer: Tokenizer, model_folder: str | Path) -> int:
+    """Return the id that ends a response to learn from: the tokenizer's end token, else the first of
+    `stop_token_ids`."""
+    end = tokenizer.eos_token_id
+    return stop_token_ids(tokenizer, model_folder)[0] if end is None else end
+
+
 def _configured_stops(model_folder: Path) -> list[int]:
     paths = [model_folder / "generation_config.json", model_folder / "config.json"]
     path = next((path for path in paths if path.is_file()), None)
