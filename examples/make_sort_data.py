@@ -1,4 +1,7 @@
-"""Write the demo task's files: training and held-out prompts, and demonstrations half of which are wrong.
+"""Write the demo task's files: prompts, demonstrations half of which are wrong, and preference pairs.
+
+train.jsonl and heldout.jsonl hold prompts with their answers, demonstrations.jsonl chats, preferences.jsonl and
+heldout_preferences.jsonl the right answer and the digits in a wrong order. No prompt of a training file is in another.
 
 python examples/make_sort_data.py --out runs/data
 """
@@ -7,6 +10,7 @@ import argparse
 from pathlib import Path
 
 from megarl.data.demonstrations import write_demonstrations
+from megarl.data.preferences import write_preferences
 from megarl.data.prompts import write_prompts
 from megarl.data.tasks import SortDigits
 
@@ -18,6 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--num-train", type=int, default=8192, help="training prompts (default: %(default)s)")
     parser.add_argument("--num-heldout", type=int, default=512, help="held-out prompts (default: %(default)s)")
     parser.add_argument("--num-demonstrations", type=int, default=12800, help="demonstrations (default: %(default)s)")
+    parser.add_argument("--num-preferences", type=int, default=8192, help="training pairs (default: %(default)s)")
     parser.add_argument("--right-fraction", type=float, default=0.5, help="share of right ones (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all of them (default: %(default)s)")
     args = parser.parse_args(arguments)
@@ -26,11 +31,16 @@ def main(arguments: list[str] | None = None) -> None:
     train = [task.example(args.seed, index) for index in range(args.num_train)]
     heldout = [task.example(args.seed, index, "heldout") for index in range(args.num_heldout)]
     # Other prompts than the training ones: indices go on where those end.
-    shown = [task.example(args.seed, args.num_train + index) for index in range(args.num_demonstrations)]
+    num_shown = args.num_train + args.num_demonstrations
+    shown = [task.example(args.seed, index) for index in range(args.num_train, num_shown)]
+    compared = [task.example(args.seed, index) for index in range(num_shown, num_shown + args.num_preferences)]
     write_prompts(args.out / "train.jsonl", train)
     write_prompts(args.out / "heldout.jsonl", heldout)
     pairs = ((example, task.demonstration(example, args.seed, args.right_fraction)) for example in shown)
     write_demonstrations(args.out / "demonstrations.jsonl", pairs)
+    for name, examples in (("preferences", compared), ("heldout_preferences", heldout)):
+        rows = ((example, example.answer, task.wrong_answer(example, args.seed)) for example in examples)
+        write_preferences(args.out / f"{name}.jsonl", rows)
 
 
 if __name__ == "__main__":

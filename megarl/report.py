@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib
@@ -19,6 +20,14 @@ PANELS = {
     "response_tokens": "tokens per response",
     "on_policy_gap": "largest |rollout - training log-prob|",
 }
+PAIR_PANELS = {
+    "loss": "loss",
+    "accuracy": "pairs whose chosen answer has the higher reward",
+    "margin": "mean reward, chosen - rejected",
+    "chosen_log_prob": "mean log-prob of the chosen answer",
+    "rejected_log_prob": "mean log-prob of the rejected answer",
+    "grad_norm": "gradient norm before clipping",
+}
 
 
 def read_metrics(run_folder: Path) -> dict[int, dict[str, float]]:
@@ -30,13 +39,13 @@ def read_metrics(run_folder: Path) -> dict[int, dict[str, float]]:
     return dict(sorted(records.items()))
 
 
-def draw_curves(run_folder: Path, title: str) -> Path:
+def draw_curves(run_folder: Path, title: str, panels: Mapping[str, str] = PANELS) -> Path:
     """Draw the metrics of a run over its steps into `curves.png`; returns the file.
 
-    Panels are drawn for the metrics the run has (supervised fine-tuning has no score).
+    Panels (metric -> title) are drawn for the metrics the run has (supervised fine-tuning has no score).
     """
     records = read_metrics(run_folder)
-    names = [name for name in PANELS if any(name in record for record in records.values())]
+    names = [name for name in panels if any(name in record for record in records.values())]
     columns = min(3, len(names))
     figure, axes = plt.subplots(
         math.ceil(len(names) / columns),
@@ -48,7 +57,7 @@ def draw_curves(run_folder: Path, title: str) -> Path:
     for axis, name in zip(axes.flat, names, strict=False):
         steps = [step for step, record in records.items() if name in record]
         axis.plot(steps, [records[step][name] for step in steps], linewidth=1.2)
-        axis.set_title(PANELS[name], fontsize=9)
+        axis.set_title(panels[name], fontsize=9)
         axis.set_xlabel("step", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)

@@ -11,7 +11,7 @@ from megarl.aggregation import token_mean
 from megarl.batch import Sample, balance, build_packs, count_globally
 from megarl.config import DTYPES, SFTConfig
 from megarl.data.demonstrations import Demonstration, read_demonstrations
-from megarl.data.prompts import order
+from megarl.data.prompts import rows_at
 from megarl.data.tokenizer import load_tokenizer, response_end
 from megarl.progress import Progress
 from megarl.report import draw_curves
@@ -75,12 +75,9 @@ def check_lengths(demonstrations: Sequence[Demonstration], max_tokens: int) -> N
 
 def batch_of(demonstrations: Sequence[Demonstration], step: int, batch_size: int, seed: int) -> list[Sample]:
     """Return the demonstrations of a step, in an order that is a function of (seed, epoch); epochs may be crossed."""
-    samples = []
-    for position in range(step * batch_size, (step + 1) * batch_size):
-        epoch, offset = divmod(position, len(demonstrations))
-        demonstration = demonstrations[order(len(demonstrations), seed, epoch)[offset]]
-        samples.append(_as_sample(position, demonstration))
-    return samples
+    positions = range(step * batch_size, (step + 1) * batch_size)
+    rows = zip(positions, rows_at(positions, len(demonstrations), seed), strict=True)
+    return [_as_sample(position, demonstrations[row]) for position, row in rows]
 
 
 def _as_sample(position: int, demonstration: Demonstration) -> Sample:

@@ -65,7 +65,7 @@ def open_source(folder: str | Path) -> Iterator[Source]:
         ValueError: there is no such file, the index names a missing file, or two files hold the same tensor.
     """
     with ExitStack() as stack:
-        paths = _weight_files(Path(folder))
+        paths = weight_files(Path(folder))
         yield Source({path.name: stack.enter_context(_open(path)) for path in paths})
 
 
@@ -76,7 +76,8 @@ def _open(path: Path) -> Any:
         raise ValueError(f"{path} is broken: {error}") from error
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model folder, see `open_source`."""
     index = folder / INDEX_FILE
     if index.is_file():
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

@@ -72,6 +72,13 @@ def order(num_prompts: int, seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(torch.argsort(keys, stable=True).tolist())
 
 
+def rows_at(positions: range, num_rows: int, seed: int) -> list[int]:
+    """Return the row at each position of a run: position `p` lies in epoch `p // num_rows`, which holds each row
+    once."""
+    placed = (divmod(position, num_rows) for position in positions)
+    return [order(num_rows, seed, epoch)[offset] for epoch, offset in placed]
+
+
 class PromptSource:
     """The prompts of one file, tokenised; those longer than `max_prompt_tokens` are left out, counted and logged.
 
@@ -109,8 +116,8 @@ class PromptSource:
 
         Position `p` lies in epoch `p // len(self)`; an epoch holds each prompt once, and a batch may cross its end.
         """
-        placed = ((position, *divmod(position, len(self))) for position in range(start, start + count))
-        rows = ((position, order(len(self), seed, epoch)[offset]) for position, epoch, offset in placed)
+        positions = range(start, start + count)
+        rows = zip(positions, rows_at(positions, len(self), seed), strict=True)
         return [replace(self.rows[row], prompt_id=position) for position, row in rows]
 
     def batch(self, step: int, batch_size: int, seed: int) -> list[PromptExample]:

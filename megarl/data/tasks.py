@@ -58,6 +58,16 @@ class SortDigits:
         key = ("demonstration", seed, example.prompt_id)
         if _draw(*key) < right_fraction * 2**64:
             return example.answer
+        return self._shuffle(example, *key)
+
+    def wrong_answer(self, example: PromptExample, seed: int) -> str:
+        """Return the digits in a wrong order, or, where all are the same, with the last one changed."""
+        if len(set(example.answer)) == 1:
+            return example.answer[:-1] + str((int(example.answer[-1]) + 1) % 10)
+        shuffles = (self._shuffle(example, "wrong", seed, example.prompt_id, attempt) for attempt in count())
+        return next(shuffle for shuffle in shuffles if shuffle != example.answer)
+
+    def _shuffle(self, example: PromptExample, *key: object) -> str:
         places = sorted(range(self.num_digits), key=lambda place: _draw(*key, place))
         return "".join(example.text[place] for place in places)
 
