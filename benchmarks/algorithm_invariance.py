@@ -18,8 +18,11 @@ from layout_invariance import export_gradients, worst_tensor
 
 from megarl.aggregation import GlobalCounts
 from megarl.batch import Sample, balance, count_globally, pack_units
-from megarl.losses import ClippedValueLoss
+from megarl.dpo import DPOHead
+from megarl.losses import ClippedValueLoss, PreferenceLoss
+from megarl.preference import mean_over_pairs
 from megarl.recipes import DAPO, GRPO, PPO, Aggregation, KLTerm, Recipe
+from megarl.reward_model import reward_head
 from megarl.updates import LossHead, PolicyTokenLoss, policy_head, sft_token_loss, value_head
 from parallel.mesh import Mesh
 from parallel.model import Head, build_model
@@ -27,8 +30,8 @@ from parallel.optimizer import OptimizerSettings, Trainable
 from parallel.qwen import read_shape
 from parallel.schedule import forward_backward
 
-BUDGETS = (64, 160, 4096)
-"""Tokens per micro-batch: one or two sequences, a few, all."""
+BUDGETS = (96, 200, 4096)
+"""Tokens per micro-batch: one pair of the longest responses, a few, all."""
 LENGTHS = (1, 3, 2, 1, 5, 1, 40, 40, 17, 31, 22, 9)
 """Of the responses, in tokens."""
 PROMPT_TOKENS = 6
@@ -54,12 +57,21 @@ def policy(recipe: Recipe) -> Algorithm:
     return Algorithm("lm", recipe.aggregation, lambda *_: policy_head(PolicyTokenLoss(recipe), TEMPERATURE))
 
 
+def mark_tokens(lengths: torch.Tensor, mask: torch.Tensor, counts: GlobalCounts) -> torch.Tensor:
+    """Weights of pairs: their loss divides by itself."""
+    return mask.float()
+
+
 ALGORITHMS = {
     "SFT": Algorithm("lm", DAPO.aggregation, lambda *_: policy_head(sft_token_loss, 1.0)),
     "GRPO": policy(replace(GRPO, kl=KLTerm(0.04))),
     "DAPO": policy(DAPO),
     "PPO actor": policy(replace(PPO, entropy_coefficient=0.01)),
     "PPO critic": Algorithm("scalar", PPO.aggregation, lambda *_: value_head(ClippedValueLoss(0.2))),
+    "DPO": Algorithm(
+        "lm", mark_tokens, lambda _, pairs: mean_over_pairs(DPOHead(PreferenceLoss(nll=1.0)), pairs), True
+    ),
+    "reward model": Algorithm("scalar", mark_tokens, lambda _, pairs: mean_over_pairs(reward_head, pairs), True),
 }
 
 
@@ -102,6 +114,8 @@ def gradients(mesh: Mesh, folder: Path) -> dict[tuple[str, bool, int], Path]:
         for empty_rank in (False, True):
             units = units_of(algorithm, empty_rank=empty_rank)
             mine = [units[index] for index in shares_of(units, mesh.data_size)[mesh.data_rank]]
+            if algorithm.pairs:
+                mine = [unit for unit in mine if unit[0].in_loss]
             for budget in BUDGETS:
                 target = root / name / f"{empty_rank}-{budget}"
                 accumulate(algorithm, trainable, mine, budget, count(mine, mesh))
