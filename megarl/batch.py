@@ -80,7 +80,8 @@ class TrainPack(Pack):
 
     Attributes:
         rollout_log_probs: from the weights that sampled; `old_log_probs` from those before the update.
-        sequence_ids: int64, the sequence of the pack that each token belongs to.
+        sequence_ids: int64, the sequence of the pack that each token belongs to. Those not learnt from share an id of
+            their own, the number of sequences: what is averaged over a response (GSPO's ratio) leaves them out.
         scores: `[S]`, of each sequence, padding excluded.
     """
 
@@ -213,7 +214,7 @@ def _pack(samples: Sequence[Sample], aggregation: Aggregation, counts: GlobalCou
         advantages=torch.cat([_per_token(sample) for sample in samples]),
         old_log_probs=torch.cat([r if o is None else o for r, o in zip(rollout, old, strict=True)]),
         rollout_log_probs=torch.cat(rollout),
-        sequence_ids=spread(list(range(len(samples)))),
+        sequence_ids=torch.where(mask, spread(list(range(len(samples)))), len(samples)),
         scores=torch.tensor([float(sample.score) for sample in samples]),
         **given,
     )

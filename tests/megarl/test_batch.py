@@ -1,5 +1,6 @@
 """Balance over ranks, packs under a token budget, and what the loss is told about each scored token."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from megarl.aggregation import GlobalCounts, sequence_mean_token_mean, token_mean
 from megarl.batch import Sample, balance, build_packs, count_globally, plan_packs
+from megarl.losses import SequenceClippedPolicyLoss
 from parallel.mesh import Layout, build_mesh
 
 
@@ -99,6 +101,25 @@ def test_every_field_is_aligned_to_the_scored_tokens(workers):
     assert second.tokens[second.scored].tolist() == [303]
     assert (second.loss_weights.tolist(), second.advantages.tolist()) == ([0.5], [4.0])
     assert {field.dtype for field in (first.loss_weights, first.advantages, first.old_log_probs)} == {torch.float32}
+
+
+def test_masked_tokens_belong_to_no_sequence(workers):
+    samples = [
+        make_sample(1, 1, 3, loss_mask=[True, False, True]),
+        make_sample(2, 1, 2, in_loss=False),
+        make_sample(3, 1, 1),
+    ]
+    ((pack,),) = workers.run(packs_of, 1, Layout(), [samples])
+    assert pack.sequence_ids.tolist() == [0, 3, 0, 3, 3, 2]
+
+
+def test_the_ratio_of_a_response_is_that_of_the_tokens_it_learns_from(workers):
+    """Tokens 1 and 3 of the response got e^0.2 and 1 times as likely, the masked one e^9 times: the mean is e^0.1."""
+    sample = make_sample(1, 1, 3, loss_mask=[True, False, True], advantage=1.0)
+    ((pack,),) = workers.run(packs_of, 1, Layout(), [[sample]])
+    log_probs = pack.old_log_probs + torch.tensor([0.2, 9.0, 0.0])
+    loss, _ = SequenceClippedPolicyLoss(0.2, 0.2)(log_probs, pack.old_log_probs, pack.advantages, pack.sequence_ids)
+    torch.testing.assert_close(loss[[0, 2]], torch.full((2,), -math.exp(0.1)))
 
 
 def test_weights_of_all_ranks_add_up_to_one(workers):
