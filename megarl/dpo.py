@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megarl.batch import Sample, TrainPack
@@ -61,12 +62,13 @@ def add_reference(units: Sequence[Unit], policy: Trainable, config: DPOConfig) -
         log_probs = reference_log_probs(samples, policy, config)
         if cache is not None:
             cache.write(log_probs)
-    scored = [replace(sample, ref_log_probs=one) for sample, one in zip(samples, log_probs, strict=True)]
+    parts = log_probs.split([len(sample.response) for sample in samples])
+    scored = [replace(sample, ref_log_probs=part) for sample, part in zip(samples, parts, strict=True)]
     return list(zip(scored[0::2], scored[1::2], strict=True))
 
 
-def reference_log_probs(samples: Sequence[Sample], policy: Trainable, config: DPOConfig) -> list[Tensor]:
-    """Score the answers with the policy as it is, showing progress: `[len(response)]` fp32 for each sample."""
+def reference_log_probs(samples: Sequence[Sample], policy: Trainable, config: DPOConfig) -> Tensor:
+    """Score the answers with the policy as it is, showing progress: their tokens in a row, `[sum of lengths]` fp32."""
     run, mesh = config.run, policy.mesh
     size = SAMPLES_PER_PASS * mesh.data_size
     scored: list[Tensor] = []
@@ -75,11 +77,14 @@ def reference_log_probs(samples: Sequence[Sample], policy: Trainable, config: DP
             some = samples[start : start + size]
             scored += response_log_probs(policy.models, some, run.max_tokens_per_pack, mesh, temperature=1.0)
             progress.update(len(scored), {})
-    return scored
+    return torch.cat(scored)
 
 
-def _from_rank_0(item: list[Tensor] | None, mesh: Mesh) -> list[Tensor] | None:
-    """Return `item` of rank 0 on all ranks: over its data group, then within each replica."""
+def _from_rank_0(item: Tensor | None, mesh: Mesh) -> Tensor | None:
+    """Return `item` of rank 0 on all ranks: over its data group, then within each replica.
+
+    One tensor, not its parts: pickled, each of those would bring the memory of the whole.
+    """
     return mesh.from_first_model_rank(mesh.gather_over_data(item)[0])
 
 

@@ -44,8 +44,9 @@ class ReferenceCache:
         key = cache_key(model_folder, dtype, samples)
         return ReferenceCache(folder / f"{key}.safetensors", [len(sample.response) for sample in samples])
 
-    def read(self) -> list[Tensor] | None:
-        """Return `[length]` fp32 for each sample; None if there is no file, or, with a warning, if it is broken."""
+    def read(self) -> Tensor | None:
+        """Return the log-probs of all samples in a row, `[sum(lengths)]` fp32; None if there is no file, or, with a
+        warning, if it is broken."""
         if not self.path.is_file():
             return None
         try:
@@ -54,22 +55,21 @@ class ReferenceCache:
             logger.warning("%s: the reference's log-probs are computed again: %s", self.path, error)
             return None
 
-    def _load(self) -> list[Tensor]:
+    def _load(self) -> Tensor:
         with safe_open(self.path, framework="pt") as file:
             metadata, log_probs, lengths = file.metadata(), file.get_tensor("log_probs"), file.get_tensor("lengths")
         if lengths.tolist() != list(self.lengths) or log_probs.shape != (sum(self.lengths),):
             raise ValueError(f"it holds {len(log_probs)} log-probs of {len(lengths)} answers, other than the data's")
         if (metadata or {}).get("checksum") != _checksum(log_probs):
             raise ValueError("its checksum is wrong")
-        return list(log_probs.split(list(self.lengths)))
+        return log_probs
 
-    def write(self, log_probs: Sequence[Tensor]) -> None:
+    def write(self, log_probs: Tensor) -> None:
         """Write the file in one step, so that no reader finds half of it; a full disk is only worth a warning."""
-        joined = torch.cat(list(log_probs)).contiguous()
         partial = self.path.with_suffix(f".{secrets.token_hex(4)}.partial")
-        tensors = {"log_probs": joined, "lengths": torch.tensor(self.lengths)}
+        tensors = {"log_probs": log_probs, "lengths": torch.tensor(self.lengths)}
         try:
-            save_file(tensors, partial, metadata={"format": FORMAT, "checksum": _checksum(joined)})
+            save_file(tensors, partial, metadata={"format": FORMAT, "checksum": _checksum(log_probs)})
             partial.replace(self.path)
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
