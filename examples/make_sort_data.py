@@ -1,7 +1,7 @@
 """Write the demo task's files: prompts, demonstrations half of which are wrong, and preference pairs.
 
 train.jsonl and heldout.jsonl hold prompts with their answers, demonstrations.jsonl chats, preferences.jsonl and
-heldout_preferences.jsonl the right answer and the digits in a wrong order. No prompt of a training file is in another.
+heldout_preferences.jsonl the right answer and the digits in a wrong order. No held-out prompt is in a training file.
 
 python examples/make_sort_data.py --out runs/data
 """

@@ -1,6 +1,6 @@
 import pytest
 
-from megarl.data.prompts import PromptSource, read_prompts, write_prompts
+from megarl.data.prompts import PromptExample, PromptSource, read_prompts, user_message, write_prompts
 from megarl.data.tasks import SortDigits
 from megarl.data.tokenizer import load_tokenizer
 
@@ -59,6 +59,24 @@ def test_right_fraction_one_shows_answers_only_and_zero_shuffles_all():
     example = next(row for row in examples if len(set(row.answer)) == 6)
     seen = [TASK.demonstration(example, seed, right_fraction=0) for seed in range(200)]
     assert all({text[place] for text in seen} == set(example.answer) for place in range(6))
+
+
+def test_wrong_answers_are_the_digits_in_another_order_and_a_function_of_the_seed():
+    examples = [SortDigits(2).example(0, index) for index in range(300)]  # one in ten has two equal digits
+    wrong = [SortDigits(2).wrong_answer(example, seed=0) for example in examples]
+    assert wrong == [SortDigits(2).wrong_answer(example, seed=0) for example in examples]
+    assert all(given != example.answer for given, example in zip(wrong, examples, strict=True))
+    mixed = [(given, row) for given, row in zip(wrong, examples, strict=True) if len(set(row.answer)) > 1]
+    assert 200 < len(mixed) < 300
+    assert all(sorted(given) == list(row.answer) for given, row in mixed)
+    longer = [TASK.example(0, index) for index in range(50)]
+    first, second = ([TASK.wrong_answer(example, seed) for example in longer] for seed in (0, 1))
+    assert first != second
+
+
+@pytest.mark.parametrize(("digits", "wrong"), [("777777", "777778"), ("999999", "999990")])
+def test_equal_digits_have_no_wrong_order_so_one_is_changed(digits, wrong):
+    assert TASK.wrong_answer(PromptExample(0, user_message(f"{digits}>"), digits), seed=0) == wrong
 
 
 def test_task_written_as_a_prompt_file_becomes_fifteen_token_prompts(tmp_path, tiny_tokenizer_folder):
