@@ -9,35 +9,38 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
-import psutil
-import torch
-from torch import Tensor
-
-from megarl.advantages import TokenAdvantage, TokenOutcomes, token_rewards
+from megarl.assessor import Assessor, build_critic, build_reference, build_reward_model, next_kl_coefficient
 from megarl.batch import Sample, balance, build_packs, count_globally
 from megarl.config import DTYPES, PolicyConfig
 from megarl.data.prompts import PromptExample, PromptSource
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 from megarl.evaluate import Evaluator
 from megarl.groups import Group, GroupCollector, observed_keep_rate
-from megarl.passes import FrozenModel, response_log_probs, state_values
 from megarl.progress import Progress
 from megarl.report import draw_curves
 from megarl.responses import OpenGroup, Responder
 from megarl.rewards.scoring import load_reward
 from megarl.run_folder import begin_run
+from megarl.step_metrics import (
+    advantage_metrics,
+    mean_metrics,
+    oldest_version,
+    rollout_metrics,
+    share_of_older,
+    used_memory,
+)
 from megarl.tracking import Tracker
 from megarl.updates import PolicyTokenLoss, count_skipped, take_step, update, value_head
 from parallel.launch import World
 from parallel.mesh import Mesh
 from parallel.model import build_model
 from parallel.optimizer import Trainable
-from parallel.qwen import QwenShape, read_shape
+from parallel.qwen import QwenShape
 from parallel.reshard import Resharder, build_inference_mesh
-from parallel.weights import export_hf, import_hf
+from parallel.weights import export_hf
 from rollout.engine import Engine
 from rollout.sampling import SamplingParams
 
@@ -73,7 +76,9 @@ class PolicyTrainer:
         self.prompts = PromptSource(rollout.prompts, self.tokenizer, rollout.max_prompt_tokens)
         self.policy = Trainable(build_model(shape, mesh, DTYPES[run.dtype]), mesh, config.optimizer)
         self.policy.load_hf(run.model, seed=run.seed)
-        self.reference, self.critic, self.reward_model = self._build_others(shape)
+        self.critic = build_critic(config, mesh)
+        reference, reward_model = build_reference(config, shape, mesh), build_reward_model(config, mesh)
+        self.assessor = Assessor(config, mesh, self.policy, self.critic, reference, reward_model)
         self.state.kl_coefficient = config.recipe.kl_reward.coefficient if config.recipe.kl_reward else 0.0
         self.responder = self._build_responder(shape)
         self.sampling = SamplingParams(
@@ -83,25 +88,6 @@ class PolicyTrainer:
             seed=run.seed,
         )
         self.sampling.check_for_training()
-
-    def _build_others(self, shape: QwenShape) -> tuple[FrozenModel | None, Trainable | None, FrozenModel | None]:
-        """Return reference, critic and reward model, as far as recipe and config ask for them."""
-        config, mesh, dtype = self.config, self.mesh, DTYPES[self.config.run.dtype]
-        reference = critic = reward_model = None
-        if config.recipe.needs_reference:
-            models = build_model(shape, mesh, dtype)
-            import_hf(config.run.model, models, mesh)
-            reference = FrozenModel(models, mesh)
-        if config.recipe.value_loss is not None:
-            folder = config.critic.critic_model or config.run.model
-            settings = replace(config.optimizer, lr=config.critic.critic_lr)
-            critic = Trainable(build_model(read_shape(folder), mesh, dtype, "scalar"), mesh, settings)
-            critic.load_hf(folder, seed=config.run.seed)
-        if config.rollout.reward_model is not None:
-            models = build_model(read_shape(config.rollout.reward_model), mesh, dtype, "scalar")
-            import_hf(config.rollout.reward_model, models, mesh)
-            reward_model = FrozenModel(models, mesh)
-        return reference, critic, reward_model
 
     def _build_responder(self, shape: QwenShape) -> Responder:
         rollout, models, mesh, refresh = self.config.rollout, self.policy.models, self.mesh, None
@@ -142,11 +128,11 @@ class PolicyTrainer:
         groups, metrics = self.generate_groups()
         generated = time.perf_counter()
         samples = self.assign_advantages(groups)
-        metrics |= _advantage_metrics(samples, self.state.kl_coefficient)
-        self._adapt_kl(samples)
+        metrics |= advantage_metrics(samples, self.state.kl_coefficient)
+        self.state.kl_coefficient = next_kl_coefficient(self.config, self.state.kl_coefficient, samples)
         assigned = time.perf_counter()
         updates = [self.learn(piece) for _ in range(self.config.rollout.num_epochs) for piece in self.split(samples)]
-        metrics |= _mean_metrics(updates)
+        metrics |= mean_metrics(updates)
         self.state.step += 1
         now = time.perf_counter()
         trained = sum(sample.num_tokens for sample in samples)
@@ -198,15 +184,15 @@ class PolicyTrainer:
                 "training on those" if rollout.on_exhausted == "train" else "the run stops",
             )
         return groups, {
-            **_rollout_metrics(collector.everything),
+            **rollout_metrics(collector.everything),
             "groups_kept": len(groups),
             "groups_carried": num_carried,
             "groups_left_over": len(state.surplus),
-            "oldest_group": max((state.step - _version(group) for group in groups), default=0),
+            "oldest_group": max((state.step - oldest_version(group) for group in groups), default=0),
             "keep_rate": state.keep_rate,
             "generation_rounds": collector.num_rounds,
             "groups_paused": len(state.unfinished),
-            "stale_tokens": _share_of_older(collector.everything, state.step),
+            "stale_tokens": share_of_older(collector.everything, state.step),
         }
 
     def _take_prompts(self, number: int) -> list[PromptExample]:
@@ -215,78 +201,8 @@ class PolicyTrainer:
         return prompts
 
     def assign_advantages(self, groups: Sequence[Sequence[Sample]]) -> list[Sample]:
-        """Score the samples with the other models, shape rewards, mask truncated responses and compute advantages, as
-        the recipe says."""
-        samples = [sample for group in groups for sample in group]
-        if not samples:
-            return []
-        recipe = self.config.recipe
-        samples = self._with_log_probs(samples)
-        rewards = self._rewards(samples)
-        if recipe.shape_reward is not None:
-            rewards = recipe.shape_reward(rewards, torch.tensor([len(sample.response) for sample in samples]))
-        samples = [
-            replace(sample, reward=reward, in_loss=not (recipe.mask_truncated and sample.truncated))
-            for sample, reward in zip(samples, rewards.tolist(), strict=True)
-        ]
-        if recipe.token_advantage is not None:
-            return self._token_advantages(samples, recipe.token_advantage)
-        assert recipe.advantage is not None
-        advantages = recipe.advantage(rewards, torch.tensor([sample.prompt_id for sample in samples]))
-        return [
-            replace(sample, advantage=advantage) for sample, advantage in zip(samples, advantages.tolist(), strict=True)
-        ]
-
-    def _with_log_probs(self, samples: list[Sample]) -> list[Sample]:
-        """Add the reference's log-probs and those of a training pass, where the recipe needs them."""
-        budget, temperature = self.config.run.max_tokens_per_pack, self.config.rollout.temperature
-        if self.reference is not None:
-            with self.reference.on_device() as chunks:
-                scored = response_log_probs(chunks, samples, budget, self.mesh, temperature)
-            samples = [replace(sample, ref_log_probs=one) for sample, one in zip(samples, scored, strict=True)]
-        if self.config.recipe.importance_cap is not None:
-            scored = response_log_probs(self.policy.models, samples, budget, self.mesh, temperature)
-            samples = [replace(sample, old_log_probs=one) for sample, one in zip(samples, scored, strict=True)]
-        return samples
-
-    def _rewards(self, samples: Sequence[Sample]) -> Tensor:
-        """Return the reward of each response, `[B]` fp32: the rule's score, or the reward model's."""
-        if self.reward_model is None:
-            return torch.tensor([sample.score for sample in samples], dtype=torch.float32)
-        with self.reward_model.on_device() as chunks:
-            values = state_values(chunks, samples, self.config.run.max_tokens_per_pack, self.mesh)
-        return torch.stack([value[-1] for value in values])
-
-    def _token_advantages(self, samples: Sequence[Sample], token_advantage: TokenAdvantage) -> list[Sample]:
-        """Compute values, rewards, advantages and returns of every token of every response."""
-        lengths = torch.tensor([len(sample.response) for sample in samples])
-        if self.critic is None:
-            values = [torch.zeros(len(sample.response) + 1) for sample in samples]
-        else:
-            values = state_values(self.critic.models, samples, self.config.run.max_tokens_per_pack, self.mesh)
-        kl = None
-        if self.config.recipe.kl_reward is not None:
-            kl = torch.cat([_kl(sample) for sample in samples])
-        rewards = torch.tensor([sample.reward for sample in samples])
-        outcomes = TokenOutcomes(
-            rewards=token_rewards(rewards, lengths, kl, self.state.kl_coefficient),
-            values=torch.cat([value[:-1] for value in values]),
-            last_values=torch.stack([value[-1] for value in values]),
-            lengths=lengths,
-            truncated=torch.tensor([sample.truncated for sample in samples]),
-        )
-        parts = (part.split(lengths.tolist()) for part in (*token_advantage(outcomes), outcomes.values))
-        return [
-            replace(sample, advantage=advantage, returns=returns, values=old)
-            for sample, advantage, returns, old in zip(samples, *parts, strict=True)
-        ]
-
-    def _adapt_kl(self, samples: Sequence[Sample]) -> None:
-        """Follow the KL of the step's responses with the coefficient of the KL in the reward."""
-        kl_reward, state = self.config.recipe.kl_reward, self.state
-        if kl_reward is not None and samples:
-            mean = sum(float(_kl(sample).sum()) for sample in samples) / len(samples)
-            state.kl_coefficient = kl_reward.next_coefficient(state.kl_coefficient, mean, len(samples))
+        """Return the groups' samples with advantages, see `Assessor`."""
+        return self.assessor.assign_advantages(groups, self.state.kl_coefficient)
 
     def split(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Split the step's samples into mini-batches of whole groups."""
@@ -326,92 +242,6 @@ class PolicyTrainer:
         state.optimizer_step += int(metrics["applied"])
         state.num_skipped = count_skipped(state.num_skipped, metrics, counts.num_tokens)
         return metrics
-
-
-def _kl(sample: Sample) -> Tensor:
-    """Return the log-ratio of policy to reference at each token, `[len(response)]`: the k1 estimate of their KL."""
-    assert sample.ref_log_probs is not None
-    old = sample.rollout_log_probs if sample.old_log_probs is None else sample.old_log_probs
-    return old - sample.ref_log_probs
-
-
-def _version(group: Group) -> int:
-    """Return the oldest weights that drew a token of the group."""
-    return min((version for sample in group for version in sample.versions), default=0)
-
-
-def _advantage_metrics(samples: Sequence[Sample], kl_coefficient: float) -> dict[str, float]:
-    """What the step's rewards and advantages look like."""
-    if not samples:
-        return {}
-    per_sample = [torch.as_tensor(sample.advantage, dtype=torch.float32).mean() for sample in samples]
-    advantages = torch.stack(per_sample)
-    groups: dict[int, list[float]] = {}
-    for sample in samples:
-        groups.setdefault(sample.prompt_id, []).append(sample.reward)
-    metrics = {
-        "reward": sum(sample.reward for sample in samples) / len(samples),
-        "advantage_std": float(advantages.std(correction=0)),
-        "advantage_max": float(advantages.abs().max()),
-        "zero_advantage_groups": sum(min(rewards) == max(rewards) for rewards in groups.values()) / len(groups),
-    }
-    if samples[0].ref_log_probs is not None:
-        metrics["reference_kl"] = sum(float(_kl(sample).sum()) for sample in samples) / len(samples)
-    if kl_coefficient:
-        metrics["kl_coefficient"] = kl_coefficient
-    if samples[0].old_log_probs is not None:
-        gaps = [(sample.old_log_probs - sample.rollout_log_probs).abs() for sample in samples]  # type: ignore[operator]
-        metrics["rollout_gap"] = float(torch.cat(gaps).max())
-    if samples[0].returns is not None and samples[0].values is not None:
-        returns = torch.cat([sample.returns for sample in samples])  # type: ignore[misc]
-        errors = returns - torch.cat([sample.values for sample in samples])  # type: ignore[misc]
-        variance = float(returns.var(correction=0))
-        metrics["explained_variance"] = 1.0 - float(errors.var(correction=0)) / variance if variance else 0.0
-    return metrics
-
-
-def used_memory(mesh: Mesh) -> int:
-    """Return the bytes used by this rank: the peak on its GPU, or resident on a CPU."""
-    if mesh.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(mesh.device)
-    return psutil.Process().memory_info().rss
-
-
-def _rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    num, lengths = len(samples), [len(sample.response) for sample in samples]
-    if not num:
-        return {"generated_tokens": 0}
-    return {
-        "score": sum(sample.score for sample in samples) / num,
-        "accuracy": sum(sample.score > 0 for sample in samples) / num,
-        "response_tokens": sum(lengths) / num,
-        "longest_response": max(lengths),
-        "truncated": sum(sample.truncated for sample in samples) / num,
-        "generated_tokens": sum(lengths),
-    }
-
-
-def _share_of_older(samples: Sequence[Sample], version: int) -> float:
-    """Share of the response tokens that earlier weights drew."""
-    versions = [drawn_by for sample in samples for drawn_by in sample.versions]
-    return sum(drawn_by < version for drawn_by in versions) / max(len(versions), 1)
-
-
-def _mean_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean over the mini-batches of a step; the gap between rollout and training is that of the first one, whose
-    weights are those that sampled."""
-    if not updates:
-        return {}
-    metrics = {}
-    for name in sorted(set().union(*updates)):
-        values = [update[name] for update in updates if name in update]
-        metrics[name] = sum(values) / len(values)
-    for name in metrics:
-        if "max_" in name:
-            metrics[name] = max(update.get(name, 0.0) for update in updates)
-    if "max_log_ratio" in updates[0]:
-        metrics["on_policy_gap"] = updates[0]["max_log_ratio"]
-    return metrics
 
 
 def train_policy(config: PolicyConfig, shape: QwenShape, world: World) -> dict[str, float]:

@@ -11,7 +11,8 @@ from megarl.config import PolicyConfig
 from megarl.data.prompts import PromptExample, user_message, write_prompts
 from megarl.recipes import DAPO, GRPO, KLTerm
 from megarl.shaping import soft_overlong
-from megarl.trainer import PolicyTrainer, _mean_metrics, train_policy
+from megarl.step_metrics import mean_metrics
+from megarl.trainer import PolicyTrainer, train_policy
 from megarl.updates import MAX_SKIPPED_STEPS
 from parallel.hf_folder import open_source
 from parallel.mesh import Layout, build_mesh
@@ -221,7 +222,7 @@ def test_a_run_leaves_config_metrics_summary_logs_and_a_trained_model(small_run,
 
 def test_metrics_of_a_step_are_those_of_all_mini_batches_also_when_the_first_was_skipped():
     updates = [{"applied": 0.0}, {"applied": 1.0, "loss": 2.0, "max_log_ratio": 0.5}, {"applied": 1.0, "loss": 4.0}]
-    metrics = _mean_metrics(updates)
+    metrics = mean_metrics(updates)
     assert metrics["loss"] == 3.0
     assert metrics["max_log_ratio"] == 0.5
     assert "on_policy_gap" not in metrics  # the weights had changed, or nothing was scored with those that sampled
