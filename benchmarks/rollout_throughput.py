@@ -1,6 +1,6 @@
 """How fast is rollout on several processes of this machine, and what do pipeline lanes bring?
 
-64 prompts of 64 tokens with one response of 64 tokens each, on a Qwen2 of 8 layers and hidden size 512 (fp32, random
+128 prompts of 64 tokens with one response of 32 tokens each, on a Qwen2 of 8 layers and hidden size 512 (fp32, random
 weights), one thread per process: on one process, on 2 tensor ranks, on 2 pipeline ranks with one and with two lanes in
 flight, and on 2 data ranks with half of the prompts each. PP2 with one and with two lanes runs by turns in the same
 processes; the best of the repetitions counts. Wall time: run it on a quiet machine.
@@ -39,7 +39,7 @@ SHAPE = QwenShape(
     max_position_embeddings=1024,
     rope=RopeSettings("default", 1e6),
 )
-NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 64, 64
+NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 128, 64, 32
 LANES = {"TP1": (1,), "TP2": (1,), "PP2": (1, 2), "DP2": (1,)}
 
 
