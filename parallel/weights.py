@@ -217,6 +217,7 @@ def _write_config(path: Path, model: QwenModel, source: str | Path | None) -> No
     if model.head == "scalar":
         architecture = wanted["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
         wanted |= {"architectures": [architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        wanted["tie_word_embeddings"] = False  # there is no output matrix
     if source is None:
         write_json(path, wanted)
         return
