@@ -154,9 +154,8 @@ class GeneralizedAdvantages:
     bootstrap_truncated: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "lam"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} must be within 0..1, got {getattr(self, name)}")
+        _check_share("gamma", self.gamma)
+        _check_share("lam", self.lam)
 
     def __call__(self, outcomes: TokenOutcomes) -> tuple[Tensor, Tensor]:
         """See `TokenAdvantage`."""
@@ -195,6 +194,9 @@ class BatchAdvantages:
 
     gamma: float = 1.0
 
+    def __post_init__(self) -> None:
+        _check_share("gamma", self.gamma)
+
     def __call__(self, outcomes: TokenOutcomes) -> tuple[Tensor, Tensor]:
         """See `TokenAdvantage`."""
         nothing = torch.zeros_like(outcomes.rewards)
@@ -203,6 +205,11 @@ class BatchAdvantages:
         )
         returns = gae(without_critic, self.gamma, 1.0, bootstrap_truncated=False)
         return _whitened(returns), returns
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} must be within 0..1, got {value}")
 
 
 def _whitened(values: Tensor) -> Tensor:

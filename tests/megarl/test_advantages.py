@@ -110,6 +110,17 @@ def test_whitening_over_two_ranks_equals_one_process():
     torch.testing.assert_close(torch.cat(results), alone)
 
 
+def test_whitening_on_two_ranks_by_hand():
+    """RC29: mean 3 and variance 14/4 of 1, 2 on one rank and 3, 6 on the other; then one token in all."""
+    masks = [torch.ones(2, dtype=torch.bool)] * 2
+    results, _ = whiten_on_two_ranks([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])], masks)
+    expected = torch.tensor([[-2.0, -1.0], [0.0, 3.0]]) / math.sqrt(3.5)
+    torch.testing.assert_close(torch.stack(results), expected, rtol=1e-5, atol=1e-9)
+    masks = [torch.tensor([False, True]), torch.tensor([False, False])]
+    results, _ = whiten_on_two_ranks([torch.tensor([math.nan, 5.0])] * 2, masks)
+    assert torch.stack(results).tolist() == [[0.0, 0.0]] * 2
+
+
 @pytest.mark.parametrize("num_places", [0, 4])
 def test_a_rank_without_tokens_reduces_as_often_as_the_others_and_changes_nothing(num_places: int):
     """RC20"""
