@@ -128,7 +128,7 @@ def build(folder: Path, world: World) -> tuple[list[QwenModel], Mesh]:
     return models, mesh
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-requests", type=int, default=2000, metavar="N", help="responses (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, requests and sampling (default: %(default)s)")
@@ -136,7 +136,11 @@ def main() -> None:
         "--num-processes", type=int, default=os.cpu_count(), metavar="N", help="run alone in (default: all cores)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here (default: nowhere)")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
     os.environ |= ONE_THREAD_ON_CPU
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as root, running(detect_world(), TIMEOUT) as world:
