@@ -194,9 +194,10 @@ class Scheduler:
         """Choose (prefix, tokens) to compute: prefixes under way first, then waiting ones for which there is room."""
         chunks: list[tuple[Prefix, int]] = []
         budget = self.max_prefill_tokens
+        share = -(-self.num_unfinished // len(self.lanes)) if len(self.lanes) > 1 else None
         while budget > 0:
             begun = next((p for p in lane.filling if all(p is not chosen for chosen, _ in chunks)), None)
-            prefix = begun or self._admit(lane)
+            prefix = begun or self._admit(lane, share)
             if prefix is None:
                 break
             tokens = min(len(prefix.tokens) - prefix.filled, budget)
@@ -204,14 +205,18 @@ class Scheduler:
             budget -= tokens
         return chunks
 
-    def _admit(self, lane: Lane) -> Prefix | None:
+    def _admit(self, lane: Lane, share: int | None) -> Prefix | None:
         """Move the first waiting prefix into the lane if it fits with a first column for each of its responses.
 
-        One more column for each active response is left free, so that the newcomer doesn't give way at once.
+        One more column for each active response is left free, so that the newcomer doesn't give way at once. A lane
+        takes no more than its `share` of all responses while another one has fewer: idle lanes make idle stages.
         """
         if not self.waiting or len(lane.members) >= lane.max_rows:
             return None
         prefix, column = self.waiting[0], lane.suffixes.cost(1)
+        has_more = len(lane.members) > min(len(other.members) for other in self.lanes)
+        if share is not None and has_more and len(lane.members) + len(prefix.waiting) > share:
+            return None
         needed = lane.prefixes.cost(len(prefix.tokens)) + column * min(len(prefix.waiting), lane.max_rows)
         reserve = column * (len(lane.members) - len(lane.ready))
         if lane.members and needed + reserve > lane.free:

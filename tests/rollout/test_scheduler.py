@@ -160,6 +160,18 @@ def test_lanes_share_one_queue():
     assert scheduler.plan(scheduler.lanes[0]) is None
 
 
+def test_lanes_share_what_there_is_evenly():
+    """5 prompts with 2 responses each, room for all in one lane: the first takes no more than half of the 10."""
+    scheduler = new_scheduler(num_lanes=2, max_rows=16)
+    queue(scheduler, responses_to(*(Request(n, prompt(10 * n, 2), 2) for n in range(5)), limit=3))
+    for lane in (0, 1):
+        advance(scheduler, lane)
+    assert [len(lane.members) for lane in scheduler.lanes] == [4, 6]
+    one_group = new_scheduler(num_lanes=2, max_rows=16)
+    queue(one_group, responses_to(Request(0, prompt(0, 2), 8)))
+    assert len(advance(one_group).draws) == 8  # a group shares its prompt: it isn't torn apart
+
+
 def test_withdrawn_responses_come_out_in_order_and_can_be_queued_again():
     scheduler = new_scheduler(max_rows=3)
     everyone = queue(scheduler, responses_to(*(Request(n, prompt(10 * n, 2), 2) for n in range(3))))
