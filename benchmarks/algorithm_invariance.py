@@ -16,7 +16,7 @@ import torch
 from common import no_nan
 from layout_invariance import export_gradients, worst_tensor
 
-from megarl.aggregation import GlobalCounts
+from megarl.aggregation import GlobalCounts, token_mean
 from megarl.batch import Sample, balance, count_globally, pack_units
 from megarl.dpo import DPOHead
 from megarl.losses import ClippedValueLoss, PreferenceLoss
@@ -44,7 +44,8 @@ class Algorithm:
     """A loss on a model of the backbone.
 
     Attributes:
-        num_items: what a mini-batch has to learn from, of which the loss head is a sum of shares.
+        loss_head: made of the counts of the mini-batch and of its units that are learnt from.
+        pairs: a unit is a chosen and a rejected response.
     """
 
     head: Head
@@ -57,21 +58,14 @@ def policy(recipe: Recipe) -> Algorithm:
     return Algorithm("lm", recipe.aggregation, lambda *_: policy_head(PolicyTokenLoss(recipe), TEMPERATURE))
 
 
-def mark_tokens(lengths: torch.Tensor, mask: torch.Tensor, counts: GlobalCounts) -> torch.Tensor:
-    """Weights of pairs: their loss divides by itself."""
-    return mask.float()
-
-
 ALGORITHMS = {
     "SFT": Algorithm("lm", DAPO.aggregation, lambda *_: policy_head(sft_token_loss, 1.0)),
     "GRPO": policy(replace(GRPO, kl=KLTerm(0.04))),
     "DAPO": policy(DAPO),
     "PPO actor": policy(replace(PPO, entropy_coefficient=0.01)),
     "PPO critic": Algorithm("scalar", PPO.aggregation, lambda *_: value_head(ClippedValueLoss(0.2))),
-    "DPO": Algorithm(
-        "lm", mark_tokens, lambda _, pairs: mean_over_pairs(DPOHead(PreferenceLoss(nll=1.0)), pairs), True
-    ),
-    "reward model": Algorithm("scalar", mark_tokens, lambda _, pairs: mean_over_pairs(reward_head, pairs), True),
+    "DPO": Algorithm("lm", token_mean, lambda _, pairs: mean_over_pairs(DPOHead(PreferenceLoss(nll=1.0)), pairs), True),
+    "reward model": Algorithm("scalar", token_mean, lambda _, pairs: mean_over_pairs(reward_head, pairs), True),
 }
 
 
@@ -106,7 +100,8 @@ def shares_of(units: Sequence[Unit], num_ranks: int) -> list[list[int]]:
 
 def gradients(mesh: Mesh, folder: Path) -> dict[tuple[str, bool, int], Path]:
     """Write the gradients of every algorithm, mini-batch and budget on this layout; run on every rank."""
-    sizes = (mesh.tensor_size, mesh.pipeline_size, mesh.data_size, mesh.layout.num_chunks)
+    layout = mesh.layout
+    sizes = (mesh.tensor_size, mesh.pipeline_size, mesh.data_size, layout.num_chunks, layout.sequence_parallel)
     root = folder / "-".join(map(str, sizes))
     found = {}
     for name, algorithm in ALGORITHMS.items():

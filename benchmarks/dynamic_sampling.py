@@ -10,7 +10,7 @@ a step with mixed groups:
   adaptive  as many prompts as the observed share of kept groups calls for, and what is kept beyond the step goes into
             the next one
 Columns: steps whose groups are all mixed and as many as wanted, groups started, kept, trained on, thrown away and left
-for a next step, rounds of generation per step, and the share of generated tokens that end in a gradient.
+for a next step, and the share of generated tokens that end in a gradient.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from common import ONE_THREAD_ON_CPU, finish, make_model, make_prompts, make_tra
 
 from megarl.filters import mixed_outcomes
 from megarl.recipes import DAPO
+from megarl.rewards.scoring import load_reward
 from parallel.launch import detect_world, running
 from parallel.mesh import Layout, Mesh, build_mesh
 
@@ -46,7 +47,6 @@ class Tally:
     trained: int = 0
     thrown_away: int = 0
     left_over: int = 0
-    rounds: int = 0
     generated_tokens: int = 0
     trained_tokens: int = 0
 
@@ -73,7 +73,6 @@ def run(mesh: Mesh, folder: Path, num_steps: int, seed: int, *, adaptive: bool) 
         tally.started += trainer.state.num_prompts_used - before
         tally.kept += len(groups) + len(trainer.state.surplus) - int(metrics["groups_carried"])
         tally.trained += len(groups)
-        tally.rounds += int(metrics["generation_rounds"])
         tally.generated_tokens += int(metrics["generated_tokens"])
         tally.trained_tokens += sum(len(sample.response) for group in groups for sample in group)
         if not adaptive:
@@ -84,8 +83,6 @@ def run(mesh: Mesh, folder: Path, num_steps: int, seed: int, *, adaptive: bool) 
 
 
 def load_score(folder: Path) -> Any:
-    from megarl.rewards.scoring import load_reward
-
     (folder / "score.py").write_text(REWARD, encoding="utf-8")
     return load_reward(f"{folder / 'score.py'}:score")
 
@@ -116,7 +113,6 @@ def main() -> None:
         "trained on",
         "thrown away",
         "left over",
-        "rounds",
         "tokens trained",
     )
     rows = [
@@ -124,7 +120,6 @@ def main() -> None:
             name,
             f"{tally.full_steps}/{args.num_steps}",
             *(tally.started, tally.kept, tally.trained, tally.thrown_away, tally.left_over),
-            f"{tally.rounds / args.num_steps:.1f}",
             f"{tally.share:.1%}",
         )
         for name, tally in tallies.items()

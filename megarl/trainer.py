@@ -149,8 +149,8 @@ class PolicyTrainer:
     def generate_groups(self) -> tuple[list[list[Sample]], dict[str, float]]:
         """Generate until `prompts_per_step` groups are kept, see `GroupCollector`.
 
-        Returns: the kept groups in the order of prompts, and metrics of everything that was generated. If too few are
-            kept, training goes on with those.
+        Returns: the kept groups in the order of prompts, and metrics of everything that was generated. They are
+            too few where `max_generation_rounds` ended it; the config's `on_exhausted` decides what then happens.
         """
         rollout, state = self.config.rollout, self.state
         collector = GroupCollector(

@@ -142,7 +142,7 @@ def test_a_reward_model_gives_the_reward_and_the_rule_the_accuracy(small_run, tm
     model = Qwen2ForSequenceClassification.from_pretrained(tmp_path / "run" / "critic").eval()
     tokens = torch.tensor([[*sample.prompt, *sample.response]])
     hidden = model.model(tokens).last_hidden_state[0, -1]
-    assert found.reward == pytest.approx(float(model.score(hidden)), abs=1e-5)
+    assert found.reward == pytest.approx(model.score(hidden).item(), abs=1e-5)
     assert found.score == 1.0
 
 
