@@ -92,7 +92,9 @@ class RolloutSettings:
     max_new_tokens: int = option(256, "limit of a response, in tokens")
     temperature: float = option(1.0, "of sampling and of all log-probs; above 0")
     max_sequences: int = option(256, "responses decoded at a time by one model replica")
-    max_prefill_tokens: int = option(8192, "prompt tokens computed in one decoding step; longer prompts take several")
+    max_prefill_tokens: int = option(
+        8192, "prompt tokens computed in one decoding step (with L > 1 pipeline lanes: 1 / 4 L of it)"
+    )
     max_cache_tokens: int | None = option(
         None, "bound of a replica's KV cache in tokens; none: what free memory allows"
     )

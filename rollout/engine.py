@@ -27,6 +27,10 @@ from rollout.session import Rollout
 
 logger = logging.getLogger(__name__)
 
+PREFILL_PARTS = 4
+"""With several lanes a step computes this part of a lane's share of prompt tokens: the stages behind wait for the
+first step, and the stages before for the last one."""
+
 
 class Engine:
     """Generates on this rank's model chunks.
@@ -35,7 +39,8 @@ class Engine:
         models: the (unwrapped) chunks of `build_model`, of which training updates the same tensors.
         context_length: most tokens of prompt and response together.
         max_sequences: responses decoded at a time.
-        max_prefill_tokens: prompt tokens computed in one step; longer prompts take several.
+        max_prefill_tokens: prompt tokens computed in one step; longer prompts take several. With L > 1 lanes a
+            step computes 1 / (4 L) of it.
         max_cache_tokens: bound of the KV cache; None takes what free memory allows at the first call, at most what
             `max_sequences` responses can need.
         cache_page_tokens: least tokens of cache that a prompt or a response reserves; None for 128 in columns, 256 in
@@ -136,7 +141,7 @@ class Engine:
             num_lanes=lanes,
             max_rows=max_rows,
             max_tokens=self.max_cache_tokens // lanes,
-            max_prefill_tokens=self.max_prefill_tokens,
+            max_prefill_tokens=self._prefill_tokens(lanes),
         )
         return Rollout(self, scheduler, params, version)
 
@@ -163,6 +168,12 @@ class Engine:
         """End a rollout's use of its stages and caches."""
         pipeline.close()
         self.kept = pipeline if self.keep_cache else None
+
+    def _prefill_tokens(self, num_lanes: int) -> int:
+        """Return the most prompt tokens in one step of a lane."""
+        if num_lanes == 1:
+            return self.max_prefill_tokens
+        return max(self.max_prefill_tokens // (PREFILL_PARTS * num_lanes), 1)
 
     def _book_maker(self, num_lanes: int, lane_tokens: int) -> Callable[[], TierBook]:
         """Return what gives an empty book of a cache tier; lanes share blocks, each within its own bound."""

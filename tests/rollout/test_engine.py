@@ -223,6 +223,14 @@ def test_senseless_sizes_are_refused(field):
         Engine([], None, **sizes)
 
 
+@pytest.mark.parametrize(("num_lanes", "tokens"), [(1, 80), (2, 10), (4, 5), (64, 1)])
+def test_lanes_compute_prompts_in_smaller_parts(num_lanes, tokens):
+    """While the first lane computes its first prompts, the stages behind have nothing to do."""
+    sizes = {"max_prefill_tokens": 80, "num_lanes": num_lanes, "max_cache_tokens": 128 * num_lanes}
+    rollout = Engine([], None, context_length=8, paged=False, **sizes).start(SamplingParams())
+    assert rollout.scheduler.max_prefill_tokens == tokens
+
+
 def test_an_empty_prompt_is_refused_on_every_rank_before_anything_runs(workers, folder):
     call = Call([Request(0, PROMPTS[0]), Request(1, [])], SAMPLED)
     for done in workers.run(run_calls, 2, Layout(1, 2), folder, {"empty": call, "next": CALLS["greedy"]}):
