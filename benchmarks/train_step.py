@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.nn.functional as F
 from common import finish, print_table
+from sizes import SIZES
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
@@ -43,10 +44,6 @@ from parallel.weights import export_hf
 
 NUM_SEQUENCES, LENGTH = 64, 48
 BARS = {"tiny": 1.5, "mid": 1.15}
-SIZES = {  # layers, hidden, heads, kv heads, ffn, vocabulary
-    "tiny": (4, 128, 4, 2, 384, 64),
-    "mid": (8, 512, 8, 4, 1408, 8192),
-}
 METHODS = ("chunked", "full")
 MEMORY_TOKENS, MEMORY_HIDDEN, MEMORY_VOCAB = 2048, 896, 151936
 

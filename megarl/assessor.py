@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.advantages import TokenAdvantage, TokenOutcomes, token_rewards
-from megarl.batch import Sample
+from megarl.batch import Sample, shares_prompts
 from megarl.config import DTYPES, PolicyConfig
 from megarl.passes import FrozenModel, response_log_probs, state_values
 from parallel.mesh import Mesh
@@ -60,6 +60,11 @@ class Assessor:
     reference: FrozenModel | None
     reward_model: FrozenModel | None
 
+    @property
+    def _packing(self) -> tuple[int, Mesh, bool]:
+        sharing = shares_prompts(self.config.rollout.share_prompts, self.mesh)
+        return self.config.run.max_tokens_per_pack, self.mesh, sharing
+
     def assign_advantages(self, groups: Sequence[Sequence[Sample]], kl_coefficient: float) -> list[Sample]:
         """Score the samples with the other models, shape rewards, mask truncated responses and compute advantages, as
         the recipe says."""
@@ -85,13 +90,13 @@ class Assessor:
 
     def _with_log_probs(self, samples: list[Sample]) -> list[Sample]:
         """Add the reference's log-probs and those of a training pass, where the recipe needs them."""
-        budget, temperature = self.config.run.max_tokens_per_pack, self.config.rollout.temperature
+        temperature = self.config.rollout.temperature
         if self.reference is not None:
             with self.reference.on_device() as chunks:
-                scored = response_log_probs(chunks, samples, budget, self.mesh, temperature)
+                scored = response_log_probs(chunks, samples, *self._packing, temperature=temperature)
             samples = [replace(sample, ref_log_probs=one) for sample, one in zip(samples, scored, strict=True)]
         if self.config.recipe.importance_cap is not None:
-            scored = response_log_probs(self.policy.models, samples, budget, self.mesh, temperature)
+            scored = response_log_probs(self.policy.models, samples, *self._packing, temperature=temperature)
             samples = [replace(sample, old_log_probs=one) for sample, one in zip(samples, scored, strict=True)]
         return samples
 
@@ -100,7 +105,7 @@ class Assessor:
         if self.reward_model is None:
             return torch.tensor([sample.score for sample in samples], dtype=torch.float32)
         with self.reward_model.on_device() as chunks:
-            values = state_values(chunks, samples, self.config.run.max_tokens_per_pack, self.mesh)
+            values = state_values(chunks, samples, *self._packing)
         return torch.stack([value[-1] for value in values])
 
     def _token_advantages(
@@ -111,7 +116,7 @@ class Assessor:
         if self.critic is None:
             values = [torch.zeros(len(sample.response) + 1) for sample in samples]
         else:
-            values = state_values(self.critic.models, samples, self.config.run.max_tokens_per_pack, self.mesh)
+            values = state_values(self.critic.models, samples, *self._packing)
         kl = None
         if self.config.recipe.kl_reward is not None:
             kl = torch.cat([reference_log_ratios(sample) for sample in samples])

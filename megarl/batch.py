@@ -1,5 +1,7 @@
 """`Sample`, one scored response, and packs: samples spread over data ranks and laid end to end under a token budget.
 
+With `share_prompts` the prompt of several responses stands once in a pack, and is computed once.
+
 Shapes: N scored (response) tokens of a pack.
 """
 
@@ -7,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -15,7 +18,7 @@ from torch import Tensor
 from megarl.aggregation import GlobalCounts
 from megarl.recipes import Aggregation
 from parallel.mesh import Mesh
-from parallel.pack import Pack, pack_sequences
+from parallel.pack import Pack, pack_groups, pack_sequences
 from parallel.schedule import num_passes
 
 
@@ -82,7 +85,7 @@ class TrainPack(Pack):
         rollout_log_probs: from the weights that sampled; `old_log_probs` from those before the update.
         sequence_ids: int64, the sequence of the pack that each token belongs to. Those not learnt from share an id of
             their own, the number of sequences: what is averaged over a response (GSPO's ratio) leaves them out.
-        scores: `[S]`, of each sequence, padding excluded.
+        scores: `[S]`, of each sample.
     """
 
     loss_weights: Tensor
@@ -95,10 +98,12 @@ class TrainPack(Pack):
     sequence_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     scores: Tensor = field(default_factory=_nothing)
 
-    def to(self, device: torch.device) -> TrainPack:
-        """Copy to `device`; `cu_seqlens` stays on the CPU."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if name != "cu_seqlens"}
-        return replace(self, **moved)
+    @property
+    def ends(self) -> Tensor:
+        """Index of the last token of each sample, `[S]` on the CPU."""
+        continues = self.parents != torch.arange(len(self.parents))
+        ends = self.cu_seqlens[1:] - 1
+        return ends[continues] if bool(continues.any()) else ends[: len(self.scores)]
 
 
 def balance(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -114,6 +119,49 @@ def balance(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
         ranks[rank].append(index)
         heapq.heappush(sums, (total + costs[index], rank))
     return [sorted(rank) for rank in ranks]
+
+
+def shares_prompts(setting: bool | None, mesh: Mesh) -> bool:
+    """Return what the option `share_prompts` means on this device."""
+    return mesh.device.type == "cpu" if setting is None else setting
+
+
+def spread_samples(samples: Sequence[Sample], num_ranks: int, share_prompts: bool = False) -> list[list[int]]:
+    """Spread samples over ranks by their tokens (`balance`); returns the indices of each rank, ascending.
+
+    Args:
+        share_prompts: keep responses to one prompt together, as far as there is work for all ranks.
+    """
+    groups = _groups(samples) if share_prompts else [[index] for index in range(len(samples))]
+    parts = -(-num_ranks // len(groups)) if groups else 1
+    units = [piece for group in groups for piece in _cut(group, parts)]
+    spread = balance([_num_tokens([samples[index] for index in unit], share_prompts) for unit in units], num_ranks)
+    return [sorted(index for unit in mine for index in units[unit]) for mine in spread]
+
+
+def _groups(samples: Sequence[Sample]) -> list[list[int]]:
+    """Return the indices of samples with the same prompt, in the order of their first."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault(tuple(sample.prompt), []).append(index)
+    return list(groups.values())
+
+
+def _cut(items: Sequence[int], parts: int) -> list[list[int]]:
+    """Cut into `parts` of about equal size, none of them empty."""
+    borders = [len(items) * part // parts for part in range(parts + 1)]
+    return [list(items[start:end]) for start, end in pairwise(borders) if end > start]
+
+
+def _num_tokens(unit: Sequence[Sample], share_prompts: bool) -> int:
+    """Return the tokens that a unit takes in a pack."""
+    prompts = by_prompt(unit) if share_prompts else [[sample] for sample in unit]
+    return sum(len(one[0].prompt) + sum(len(sample.response) for sample in one) for one in prompts)
+
+
+def by_prompt(unit: Sequence[Sample]) -> list[list[Sample]]:
+    """Cut a row of samples where the prompt changes."""
+    return [list(samples) for _, samples in groupby(unit, key=lambda sample: tuple(sample.prompt))]
 
 
 def plan_packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -146,7 +194,12 @@ def count_globally(samples: Sequence[Sample], mesh: Mesh) -> GlobalCounts:
 
 
 def build_packs(
-    samples: Sequence[Sample], max_tokens: int, aggregation: Aggregation, counts: GlobalCounts, mesh: Mesh
+    samples: Sequence[Sample],
+    max_tokens: int,
+    aggregation: Aggregation,
+    counts: GlobalCounts,
+    mesh: Mesh,
+    share_prompts: bool = False,
 ) -> list[TrainPack]:
     """Pack this rank's samples; every data rank gets the same number of packs, filled up with packs of weight zero.
 
@@ -155,45 +208,89 @@ def build_packs(
         aggregation: gives each token its weight in the loss.
         counts: of the whole mini-batch (`count_globally`).
     """
-    return pack_units([[sample] for sample in samples], max_tokens, aggregation, counts, mesh)
+    units = _units(samples, max_tokens, share_prompts)
+    return pack_units(
+        [[samples[i] for i in unit] for unit in units], max_tokens, aggregation, counts, mesh, share_prompts
+    )
 
 
 def pack_units(
-    units: Sequence[Sequence[Sample]], max_tokens: int, aggregation: Aggregation, counts: GlobalCounts, mesh: Mesh
+    units: Sequence[Sequence[Sample]],
+    max_tokens: int,
+    aggregation: Aggregation,
+    counts: GlobalCounts,
+    mesh: Mesh,
+    share_prompts: bool = False,
 ) -> list[TrainPack]:
-    """As `build_packs`, for units of samples that must share a pack, in their order (pairs of a preference)."""
+    """As `build_packs`, for units of samples that must share a pack, in their order (pairs of a preference).
+
+    Args:
+        share_prompts: a prompt that samples of a unit have in common stands in the pack once.
+    """
     multiple = _token_multiple(mesh)
-    plan = plan_packs([sum(sample.num_tokens for sample in unit) for unit in units], max_tokens)
-    packs = [_pack([sample for i in indices for sample in units[i]], aggregation, counts, multiple) for indices in plan]
+    plan = plan_packs([_num_tokens(unit, share_prompts) for unit in units], max_tokens)
+    packs = [_pack([units[i] for i in indices], aggregation, counts, multiple, share_prompts) for indices in plan]
     missing = num_passes(len(packs), mesh) - len(packs)
     packs += [_empty_pack(multiple)] * missing
     return [pack.to(mesh.device) for pack in packs]
 
 
-def lay_out(samples: Sequence[Sample], max_tokens: int, mesh: Mesh) -> tuple[list[list[int]], list[Pack]]:
+def lay_out(
+    samples: Sequence[Sample], max_tokens: int, mesh: Mesh, share_prompts: bool = False
+) -> tuple[list[list[int]], list[Pack]]:
     """Pack this rank's samples for a pass without a loss.
 
     Returns: the samples (indices) of each pack, and the packs; as many on every data rank, the last ones perhaps empty.
     """
     multiple = _token_multiple(mesh)
-    plan = plan_packs([sample.num_tokens for sample in samples], max_tokens)
-    packs = [_sequences([samples[i] for i in indices], multiple) for indices in plan]
+    units = _units(samples, max_tokens, share_prompts)
+    held = [[samples[i] for i in unit] for unit in units]
+    plan = plan_packs([_num_tokens(unit, share_prompts) for unit in held], max_tokens)
+    packs = [_sequences([held[i] for i in indices], multiple, share_prompts) for indices in plan]
     missing = num_passes(len(packs), mesh) - len(packs)
-    return plan + [[]] * missing, [pack.to(mesh.device) for pack in packs + [_empty_sequence(multiple)] * missing]
+    order = [[sample for i in indices for sample in units[i]] for indices in plan]
+    return order + [[]] * missing, [pack.to(mesh.device) for pack in packs + [_empty_sequence(multiple)] * missing]
+
+
+def _units(samples: Sequence[Sample], max_tokens: int, share_prompts: bool) -> list[list[int]]:
+    """Return the indices of samples that share a pack: each alone, or with others of its prompt, as many as fit."""
+    if not share_prompts:
+        return [[index] for index in range(len(samples))]
+    units: list[list[int]] = []
+    for group in _groups(samples):
+        tokens = max_tokens  # full: the first sample of a group begins a unit
+        for index in group:
+            tokens += len(samples[index].response)
+            if tokens > max_tokens:
+                units.append([])
+                tokens = samples[index].num_tokens
+            units[-1].append(index)
+    return units
 
 
 def _token_multiple(mesh: Mesh) -> int:
     return mesh.tensor_size if mesh.layout.sequence_parallel else 1
 
 
-def _sequences(samples: Sequence[Sample], multiple: int) -> Pack:
+def _sequences(units: Sequence[Sequence[Sample]], multiple: int, share_prompts: bool) -> Pack:
     """Lay prompts and responses end to end; the response tokens are scored."""
+    if share_prompts:
+        groups = [(torch.tensor(unit[0].prompt), [torch.tensor(sample.response) for sample in unit]) for unit in units]
+        return pack_groups(groups, multiple)
+    samples = [sample for unit in units for sample in unit]
     masks = [torch.arange(sample.num_tokens) >= len(sample.prompt) for sample in samples]
     sequences = [torch.tensor([*sample.prompt, *sample.response]) for sample in samples]
     return pack_sequences(sequences, masks, multiple)
 
 
-def _pack(samples: Sequence[Sample], aggregation: Aggregation, counts: GlobalCounts, multiple: int) -> TrainPack:
+def _pack(
+    units: Sequence[Sequence[Sample]],
+    aggregation: Aggregation,
+    counts: GlobalCounts,
+    multiple: int,
+    share_prompts: bool,
+) -> TrainPack:
+    samples = [sample for unit in units for sample in unit]
     responses = torch.tensor([len(sample.response) for sample in samples])
 
     def spread(values: list[int]) -> Tensor:
@@ -209,7 +306,7 @@ def _pack(samples: Sequence[Sample], aggregation: Aggregation, counts: GlobalCou
     rollout = [sample.rollout_log_probs for sample in samples]
     old = [sample.old_log_probs for sample in samples]
     return TrainPack(
-        **vars(_sequences(samples, multiple)),
+        **vars(_sequences(units, multiple, share_prompts)),
         loss_weights=aggregation(spread([sample.num_in_loss for sample in samples]), mask, counts),
         advantages=torch.cat([_per_token(sample) for sample in samples]),
         old_log_probs=torch.cat([r if o is None else o for r, o in zip(rollout, old, strict=True)]),

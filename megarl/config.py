@@ -28,6 +28,16 @@ from parallel.reshard import check_inference_layout
 from parallel.weights import check_hf
 from rollout.memory import least_cache_tokens
 
+
+def share_prompts_option(answer: str) -> Any:
+    """The option `share_prompts` of a training whose prompts have several answers, called `answer`."""
+    return option(
+        None,
+        f"train on a prompt once, not once for each {answer}: the same gradients for less work; none: on the CPU, as "
+        "it was not yet run on a GPU",
+    )
+
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -119,6 +129,7 @@ class RolloutSettings:
     )
     num_mini_batches: int = option(4, "optimizer steps of a step, each on its own groups")
     num_epochs: int = option(1, "times that a step goes over its mini-batches")
+    share_prompts: bool | None = share_prompts_option("response")
     reward_model: Path | None = option(
         None, "HF folder of a sequence-classification model whose score is the reward; the rule gives the accuracy only"
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megarl.config import RunSettings, check_folder, check_vocabulary
+from megarl.config import RunSettings, check_folder, check_vocabulary, share_prompts_option
 from megarl.data.preferences import TRUNCATIONS, Truncation, read_preference_rows
 from megarl.losses import PreferenceLoss
 from parallel.mesh import Layout
@@ -31,6 +31,7 @@ class PreferenceSettings:
         None, "limit of prompt and answer together, in tokens; none: half of max_tokens_per_pack, or the model's limit"
     )
     truncation: Truncation = option("keep_end", "which end of a longer prompt and answer is kept")
+    share_prompts: bool | None = share_prompts_option("answer")
 
     def check(self, shape: QwenShape, max_tokens_per_pack: int) -> None:
         """Check the fields by themselves and against the model, and the files.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megarl.batch import Sample, TrainPack
+from megarl.batch import Sample, TrainPack, shares_prompts
 from megarl.config import DTYPES
 from megarl.config_preferences import DPOConfig
 from megarl.losses import PreferenceLoss, sequence_means, sequence_sums
@@ -71,11 +71,12 @@ def reference_log_probs(samples: Sequence[Sample], policy: Trainable, config: DP
     """Score the answers with the policy as it is, showing progress: their tokens in a row, `[sum of lengths]` fp32."""
     run, mesh = config.run, policy.mesh
     size = SAMPLES_PER_PASS * mesh.data_size
+    sharing = shares_prompts(config.data.share_prompts, mesh)
     scored: list[Tensor] = []
     with Progress("reference", len(samples), rank=mesh.rank, interval_seconds=run.progress_seconds) as progress:
         for start in range(0, len(samples), size):
             some = samples[start : start + size]
-            scored += response_log_probs(policy.models, some, run.max_tokens_per_pack, mesh, temperature=1.0)
+            scored += response_log_probs(policy.models, some, run.max_tokens_per_pack, mesh, sharing, temperature=1.0)
             progress.update(len(scored), {})
     return torch.cat(scored)
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from megarl.batch import Sample, balance, lay_out
+from megarl.batch import Sample, lay_out, spread_samples
 from parallel.log_probs import score_tokens
 from parallel.mesh import Mesh
 from parallel.model import QwenModel, token_values
@@ -46,25 +47,40 @@ class FrozenModel:
 
 
 def response_log_probs(
-    chunks: Sequence[QwenModel], samples: Sequence[Sample], max_tokens: int, mesh: Mesh, temperature: float
+    chunks: Sequence[QwenModel],
+    samples: Sequence[Sample],
+    max_tokens: int,
+    mesh: Mesh,
+    share_prompts: bool = False,
+    *,
+    temperature: float,
 ) -> list[Tensor]:
-    """Score the response tokens of all samples with a language model: `[len(response)]` fp32 on the CPU for each."""
+    """Score the response tokens of all samples with a language model: `[len(response)]` fp32 on the CPU for each.
+
+    Args:
+        samples: the same on every rank.
+        max_tokens: token budget of a pack.
+        share_prompts: compute a prompt once for its responses, see `megarl.batch`.
+    """
 
     def head(model: QwenModel, hidden: Tensor, pack: Pack) -> Tensor:
         return score_tokens(model, hidden, pack, temperature)[0]
 
-    return _over_samples(chunks, samples, max_tokens, mesh, head, lambda sample: len(sample.response))
+    return _over_samples(chunks, samples, max_tokens, mesh, head, share_prompts)
 
 
-def state_values(chunks: Sequence[QwenModel], samples: Sequence[Sample], max_tokens: int, mesh: Mesh) -> list[Tensor]:
+def state_values(
+    chunks: Sequence[QwenModel], samples: Sequence[Sample], max_tokens: int, mesh: Mesh, share_prompts: bool = False
+) -> list[Tensor]:
     """Value every state of a response with a scalar head: `[len(response) + 1]` fp32 on the CPU for each sample, from
-    the one before its first token to the one after its last."""
+    the one before its first token to the one after its last; arguments as in `response_log_probs`."""
 
     def head(model: QwenModel, hidden: Tensor, pack: Pack) -> Tensor:
-        return token_values(model, hidden)
+        both = token_values(model, hidden, torch.cat([pack.sources, pack.scored]))
+        return both.unflatten(0, (2, -1)).T
 
-    values = _over_samples(chunks, samples, max_tokens, mesh, head, lambda sample: sample.num_tokens)
-    return [value[len(sample.prompt) - 1 :] for value, sample in zip(values, samples, strict=True)]
+    values = _over_samples(chunks, samples, max_tokens, mesh, head, share_prompts)
+    return [torch.cat([value[:, 0], value[-1:, 1]]) for value in values]
 
 
 def _over_samples(
@@ -73,22 +89,17 @@ def _over_samples(
     max_tokens: int,
     mesh: Mesh,
     head: Callable[[QwenModel, Tensor, Pack], Tensor],
-    size: Callable[[Sample], int],
+    share_prompts: bool,
 ) -> list[Tensor]:
-    """Run `head` over all samples, shared out over data ranks; it gives `size(sample)` numbers for each, in order.
-
-    Args:
-        samples: the same on every rank.
-        max_tokens: token budget of a pack.
-    """
-    share = balance([sample.num_tokens for sample in samples], mesh.data_size)[mesh.data_rank]
+    """Run `head` over all samples, shared out over data ranks; it gives a row for each response token, in order."""
+    share = spread_samples(samples, mesh.data_size, share_prompts)[mesh.data_rank]
     mine = [samples[index] for index in share]
-    plan, packs = lay_out(mine, max_tokens, mesh)
+    plan, packs = lay_out(mine, max_tokens, mesh, share_prompts)
     outputs = forward(chunks, packs, head)
     scored: list[tuple[int, Tensor]] = []
     for indices, output in zip(plan, outputs, strict=True) if mesh.is_last_stage else ():
-        sizes = [size(mine[index]) for index in indices]
-        parts = output[: sum(sizes)].float().cpu().split(sizes)
+        sizes = [len(mine[index].response) for index in indices]
+        parts = output.float().cpu().split(sizes)
         scored += [(share[index], part.clone()) for index, part in zip(indices, parts, strict=True)]
     everywhere = dict(item for items in mesh.gather_over_data(mesh.object_from_last_stage(scored)) for item in items)
     return [everywhere[index] for index in range(len(samples))]

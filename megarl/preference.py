@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.aggregation import GlobalCounts
-from megarl.batch import Sample, TrainPack, balance, pack_units
+from megarl.batch import Sample, TrainPack, balance, pack_units, shares_prompts
 from megarl.config_preferences import PreferenceConfig, longest_row
 from megarl.data.preferences import PreferencePair, Truncation, read_preferences, truncate
 from megarl.data.prompts import rows_at
@@ -93,11 +93,13 @@ def _sample(number: int, index: int, prompt: tuple[int, ...], answer: tuple[int,
     return Sample(number, index, prompt, answer, torch.zeros(len(answer)), score, truncated=False)
 
 
-def pack_pairs(units: Sequence[Unit], max_tokens_per_pack: int, mesh: Mesh) -> tuple[list[TrainPack], int]:
+def pack_pairs(
+    units: Sequence[Unit], max_tokens_per_pack: int, mesh: Mesh, share_prompts: bool = False
+) -> tuple[list[TrainPack], int]:
     """Pack this rank's pairs; returns the packs and the number of pairs on all data ranks (the one all-reduce)."""
     num_pairs = int(mesh.sum_over_data(torch.tensor([len(units)], device=mesh.device)))
     counts = GlobalCounts(num_tokens=0, num_sequences=num_pairs)
-    return pack_units(units, max_tokens_per_pack, _mark, counts, mesh), num_pairs
+    return pack_units(units, max_tokens_per_pack, _mark, counts, mesh, share_prompts), num_pairs
 
 
 def _mark(lengths: Tensor, mask: Tensor, counts: GlobalCounts) -> Tensor:
@@ -170,7 +172,9 @@ class PairTrainer:
         mesh = self.trainable.mesh
         costs = [chosen.num_tokens + rejected.num_tokens for chosen, rejected in units]
         share = balance(costs, mesh.data_size)[mesh.data_rank]
-        return pack_pairs([units[index] for index in share], self.config.run.max_tokens_per_pack, mesh)
+        mine = [units[index] for index in share]
+        sharing = shares_prompts(self.config.data.share_prompts, mesh)
+        return pack_pairs(mine, self.config.run.max_tokens_per_pack, mesh, sharing)
 
 
 def run_training(name: str, trainer: PairTrainer, plain: dict[str, Any]) -> dict[str, float]:

@@ -34,8 +34,7 @@ def train_reward_model(config: RewardModelConfig, shape: QwenShape, world: World
 def reward_head(model: QwenModel, hidden: Tensor, pack: TrainPack) -> tuple[Tensor, Metrics]:
     """Bradley-Terry loss of each pair, `[P]`, from the value at the last token of each of its sequences, and metrics
     `[P]`; see `megarl.preference.PairHead`."""
-    ends = pack.cu_seqlens[1 : len(pack.scores) + 1] - 1  # padding is a sequence behind the pairs
-    rewards = token_values(model, hidden, ends.to(hidden.device))
+    rewards = token_values(model, hidden, pack.ends.to(hidden.device))
     chosen, rejected = rewards[0::2], rewards[1::2]
     losses = bradley_terry(chosen, rejected, pack.scores[0::2] - pack.scores[1::2])
     return losses, reward_metrics(chosen, rejected)

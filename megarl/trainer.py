@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from megarl.assessor import Assessor, build_critic, build_reference, build_reward_model, next_kl_coefficient
-from megarl.batch import Sample, balance, build_packs, count_globally
+from megarl.batch import Sample, build_packs, count_globally, shares_prompts, spread_samples
 from megarl.config import DTYPES, PolicyConfig
 from megarl.data.prompts import PromptExample, PromptSource
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
@@ -222,10 +222,11 @@ class PolicyTrainer:
             RuntimeError: `MAX_SKIPPED_STEPS` steps in a row had a loss or gradient that was not finite.
         """
         recipe, mesh, state = self.config.recipe, self.mesh, self.state
-        share = balance([sample.num_tokens for sample in mini_batch], mesh.data_size)[mesh.data_rank]
+        sharing = shares_prompts(self.config.rollout.share_prompts, mesh)
+        share = spread_samples(mini_batch, mesh.data_size, sharing)[mesh.data_rank]
         mine = [mini_batch[index] for index in share]
         counts = count_globally(mine, mesh)
-        packs = build_packs(mine, self.config.run.max_tokens_per_pack, recipe.aggregation, counts, mesh)
+        packs = build_packs(mine, self.config.run.max_tokens_per_pack, recipe.aggregation, counts, mesh, sharing)
         metrics: dict[str, float] = {}
         if self.critic is not None:
             assert recipe.value_loss is not None

@@ -35,7 +35,7 @@ def score_tokens(
     Returns:
         log_probs `[N]` and entropy `[N]` in nats, fp32, differentiable, equal on all tensor ranks.
     """
-    rows = model.gather_sequence(hidden, vocab_parallel=True)[:, 0].index_select(0, pack.scored - 1)
+    rows = model.gather_sequence(hidden, vocab_parallel=True)[:, 0].index_select(0, pack.sources)
     return vocab_parallel_log_probs(model, rows, pack.tokens[pack.scored], temperature, chunk_bytes)
 
 

@@ -53,13 +53,13 @@ class QwenModel(GPTModel):
         Returns: hidden states `[T, 1, H]` (`[T / tensor_size, 1, H]` under sequence parallelism), after the final
             norm on the last stage.
         """
-        return self.hidden_states(pack.tokens, pack.positions, pack.cu_seqlens)
+        return self.hidden_states(pack.tokens, pack.positions, pack.borders)
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """As `forward`, for tokens `[T]` at any positions `[T]`; `cu_seqlens` is None when a cache is bound."""
+    def hidden_states(self, tokens: Tensor, positions: Tensor, borders: Tensor | None) -> Tensor:
+        """As `forward`, for tokens `[T]` at any positions `[T]`; `borders` is None when a cache is bound."""
         hidden = self.embedding(tokens[None], None) if self.pre_process else None
         angles = rotary_angles(self.shape, positions)
-        return self.decoder(hidden, attention_mask=cu_seqlens, rotary_pos_emb=angles)
+        return self.decoder(hidden, attention_mask=borders, rotary_pos_emb=angles)
 
     def gather_sequence(self, hidden: Tensor, vocab_parallel: bool = False) -> Tensor:
         """Return hidden states of all tokens, `[T, 1, H]`, on every tensor rank.
@@ -90,7 +90,7 @@ class ScalarHead(nn.Module):
 
 def scalar_values(model: QwenModel, hidden: Tensor, pack: Pack) -> Tensor:
     """Return the scalar head's output at the tokens before each scored one, `[N]` fp32."""
-    return token_values(model, hidden, pack.scored - 1)
+    return token_values(model, hidden, pack.sources)
 
 
 def token_values(model: QwenModel, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:

@@ -61,7 +61,8 @@ def score_response(reward: Reward, prompt_id: int, prompt: str, response: str, a
 def _load_file(path: Path, name: str) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"reward is {name!r}: there is no file {str(path)!r}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # A name of its own: a file called json.py must not stand in for the module that others import.
+    spec = importlib.util.spec_from_file_location(f"reward file {path.resolve()}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -55,12 +55,14 @@ class Updated:
     gradients: dict[str, torch.Tensor]
 
 
-def update_on_pairs(world, layout: Layout, split: list[list[int]], head: PairHead, kind: str, folders) -> Updated:
+def update_on_pairs(
+    world, layout: Layout, split: list[list[int]], head: PairHead, kind: str, folders, share: bool = False
+) -> Updated:
     """Update on `draw_units()`; each data rank has the pairs that `split` says. `folders`: of model and gradient."""
     trainable = build(build_mesh(layout, world), folders[0], kind)
     units = draw_units()
     mine = [units[index] for index in split[trainable.mesh.data_rank]]
-    packs, num_pairs = pack_pairs(mine, BUDGET, trainable.mesh)
+    packs, num_pairs = pack_pairs(mine, BUDGET, trainable.mesh, share)
     metrics = take_step(trainable, packs, num_pairs, mean_over_pairs(head, num_pairs), 0)
     return Updated(metrics, hf_gradients(trainable, folders[1]))
 

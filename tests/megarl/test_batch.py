@@ -25,6 +25,13 @@ def test_dearest_items_go_first_to_the_rank_with_the_smallest_sum():
     assert balance([2, 9, 5, 6, 7], 2) == [[1, 2], [0, 3, 4]]
 
 
+def test_items_that_ranks_dont_divide_leave_nobody_empty():
+    """RC23: 10 equal ones over 4 ranks, 3 over 2."""
+    assert [len(rank) for rank in balance([5] * 10, 4)] == [3, 3, 2, 2]
+    assert [len(rank) for rank in balance([5] * 3, 2)] == [2, 1]
+    assert balance([9, 1, 1, 1], 2) == [[0], [1, 2, 3]]
+
+
 @pytest.mark.parametrize(
     ("costs", "num_ranks", "sizes"),
     [
@@ -76,10 +83,12 @@ def count(world, samples: list[list[Sample]]) -> GlobalCounts:
     return count_globally(samples[world.rank], build_mesh(Layout(), world))
 
 
-def packs_of(world, layout: Layout, samples: list[list[Sample]], aggregation=token_mean) -> list:
+def packs_of(
+    world, layout: Layout, samples: list[list[Sample]], aggregation=token_mean, max_tokens=10, share=False
+) -> list:
     mesh = build_mesh(layout, world)
     mine = samples[mesh.data_rank]
-    return build_packs(mine, 10, aggregation, count_globally(mine, mesh), mesh)
+    return build_packs(mine, max_tokens, aggregation, count_globally(mine, mesh), mesh, share)
 
 
 def test_every_field_is_aligned_to_the_scored_tokens(workers):
@@ -101,6 +110,15 @@ def test_every_field_is_aligned_to_the_scored_tokens(workers):
     assert second.tokens[second.scored].tolist() == [303]
     assert (second.loss_weights.tolist(), second.advantages.tolist()) == ([0.5], [4.0])
     assert {field.dtype for field in (first.loss_weights, first.advantages, first.old_log_probs)} == {torch.float32}
+
+
+def test_ends_are_the_last_tokens_of_the_samples(workers):
+    """Of two prompts with responses of 2, 3 and 1 tokens, and padding behind."""
+    samples = [make_sample(1, 2, 2), make_sample(1, 2, 3), make_sample(2, 1, 1)]
+    for share, ends in ((False, [3, 8, 10]), (True, [3, 6, 8])):
+        for (pack,) in workers.run(packs_of, 2, Layout(2, sequence_parallel=True), [samples], token_mean, 20, share):
+            assert pack.ends.tolist() == ends
+            assert pack.tokens[pack.ends].tolist() == [103, 104, 201]
 
 
 def test_masked_tokens_belong_to_no_sequence(workers):
@@ -149,5 +167,5 @@ def test_packs_are_padded_for_sequence_parallelism_and_counted_for_interleaving(
 def test_pack_moves_with_all_its_fields_but_the_borders(workers):
     ((pack,),) = workers.run(packs_of, 1, Layout(), [[make_sample(1, 2, 3)]])
     devices = {name: value.device.type for name, value in vars(pack.to(torch.device("meta"))).items()}
-    assert devices.pop("cu_seqlens") == "cpu"
+    assert devices.pop("cu_seqlens") == devices.pop("parents") == "cpu"
     assert set(devices.values()) == {"meta"}

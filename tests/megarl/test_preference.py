@@ -36,15 +36,18 @@ def alone(workers, tiny_qwen, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("share", [False, True], ids=["repeated prompts", "shared prompts"])
 @pytest.mark.parametrize(("layout", "split"), LAYOUTS.values(), ids=LAYOUTS)
-def test_loss_metrics_and_gradient_are_those_of_one_process(workers, tiny_qwen, tmp_path, alone, name, layout, split):
+def test_loss_metrics_and_gradient_are_those_of_one_process(
+    workers, tiny_qwen, tmp_path, alone, name, share, layout, split
+):
     """RC13, RC35: also where a rank has few or no pairs; everything is divided by the pairs of all ranks."""
     head, kind = HEADS[name]
     expected = alone[name]
     assert expected.metrics["applied"] == 1.0
     assert expected.metrics["grad_norm"] > 0.01
     folders = (tiny_qwen.qwen2, tmp_path / "gradient")
-    for rank in workers.run(update_on_pairs, 2, layout, split, head, kind, folders):
+    for rank in workers.run(update_on_pairs, 2, layout, split, head, kind, folders, share):
         assert rank.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-6)
         assert_relatively_close(rank.gradients, expected.gradients, 1e-5)
 

@@ -11,6 +11,7 @@ from parallel.launch import World
 from parallel.layers import packed_attention
 from parallel.mesh import Layout, build_mesh
 from parallel.model import build_model
+from parallel.pack import with_parents
 from parallel.qwen import read_shape
 from parallel.weights import import_hf
 from tests.tiny_model import draw_sequences, write_tiny_qwens
@@ -47,7 +48,9 @@ def run_stages(world: World, layout: Layout, folder: Path, dtype: torch.dtype) -
     assert all(layer.self_attention.core_attention.cache is None for layer in model.decoder.layers)
     if not layout.sequence_parallel:
         with torch.no_grad():
-            trained = model.hidden_states(tokens, positions, torch.tensor(cache.borders, dtype=torch.int32))[:, 0]
+            trained = model.hidden_states(
+                tokens, positions, with_parents(torch.tensor(cache.borders, dtype=torch.int32))
+            )[:, 0]
         results.append([trained, results[1][1]])
     return results
 

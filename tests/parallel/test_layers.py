@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.layers import PackedAttention, RMSNorm, bind_cache, packed_attention
+from parallel.pack import keys_of_segments
 
 LENGTHS = {
     "mixed": [7, 1, 30, 8, 2, 9, 16, 1, 3],
@@ -63,6 +64,32 @@ def test_packed_attention_equals_one_sequence_at_a_time(lengths, heads):
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
 
 
+PARENTS = {  # lengths of segments, and what they continue
+    "one prompt": ([5, 3, 1, 4], (0, 0, 0, 0)),
+    "prompts, a whole sequence, equal lengths": ([2, 3, 3, 3, 7, 1, 6], (0, 0, 0, 0, 4, 5, 5)),
+    "equal lengths": ([4, 4], (0, 0)),
+}
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize(("lengths", "parents"), PARENTS.values(), ids=PARENTS)
+def test_segments_attend_as_the_sequences_that_they_end(lengths, parents, heads):
+    """Values and gradients are those of one sequence at a time that repeat their beginnings, 1e-12 in fp64; on the way
+    to Transformer Engine, keys are laid out for the same."""
+    borders = borders_of(lengths)
+    inputs = draw(sum(lengths), *heads)
+    weights = torch.arange(sum(lengths) * heads[0] * D, dtype=torch.float64).cos().reshape(sum(lengths), -1)
+    index, key_borders = keys_of_segments(borders, parents)
+    whole, kept = one_at_a_time(*(x[index] for x in inputs), tuple(key_borders.tolist())), []
+    for length, end in zip(lengths, key_borders.tolist()[1:], strict=True):
+        kept.append(whole[end - length : end])
+    results = []
+    for attended in (packed_attention(*inputs, borders, SCALE, parents), torch.cat(kept)):
+        gradients = torch.autograd.grad((attended * weights).sum(), inputs)
+        results.append((attended, *gradients))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
+
+
 def test_tokens_of_another_sequence_have_no_influence_even_if_nan():
     borders = borders_of([5, 3, 6])
     query, key, value = (x.detach().clone() for x in draw(14, 4, 2))
@@ -77,7 +104,7 @@ def test_tokens_of_another_sequence_have_no_influence_even_if_nan():
 def test_core_attention_reads_borders_from_the_mask_and_scales_by_the_head_size():
     attention = PackedAttention(SimpleNamespace(kv_channels=D), 1, None, "self")
     query, key, value = (x.detach().float()[:, None] for x in draw(12, 4, 2))
-    attended = attention(query, key, value, torch.tensor([0, 7, 12], dtype=torch.int32))
+    attended = attention(query, key, value, torch.tensor([[0, 7, 12], [0, 1, 2]], dtype=torch.int32))
     assert attended.shape == (12, 1, 4 * D)
     for start, end in ((0, 7), (7, 12)):
         alone = [x[start:end, 0].transpose(0, 1) for x in (query, key, value)]
@@ -103,7 +130,7 @@ def test_bound_cache_answers_for_every_layer_until_it_is_unbound():
     layers = [SimpleNamespace(self_attention=SimpleNamespace(core_attention=attention)) for attention in attentions]
     decoder = SimpleNamespace(layers=layers)
     query, key, value = (x.detach().float()[:, None] for x in draw(4, 4, 2))
-    borders = torch.tensor([0, 4], dtype=torch.int32)
+    borders = torch.tensor([[0, 4], [0, 1]], dtype=torch.int32)
     trained = [attention(query, key, value, borders) for attention in attentions]
     bind_cache(decoder, FixedCache())
     assert [float(attention(query, key, value, None)[0, 0, 0]) for attention in attentions] == [0.0, 1.0, 2.0]

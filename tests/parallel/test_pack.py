@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel.pack import pack_sequences, unpad
+from parallel.pack import keys_of_segments, pack_groups, pack_sequences, unpad
 
 SEQUENCES = [torch.tensor([11, 12, 13]), torch.tensor([21]), torch.tensor([31, 32, 33, 34])]
 MASKS = [torch.tensor([False, True, True]), torch.tensor([False]), torch.tensor([False, False, True, False])]
@@ -41,7 +41,50 @@ def test_borders_stay_on_the_cpu_when_a_pack_moves():
     moved = pack_sequences(SEQUENCES, MASKS).to(torch.device("meta"))
     devices = [moved.tokens.device.type, moved.positions.device.type, moved.scored.device.type]
     assert devices == ["meta", "meta", "meta"]
-    assert moved.cu_seqlens.device.type == "cpu"
+    assert moved.cu_seqlens.device.type == moved.parents.device.type == moved.borders.device.type == "cpu"
+
+
+GROUPS = [
+    (torch.tensor([11, 12]), [torch.tensor([21, 22, 23]), torch.tensor([31])]),
+    (torch.tensor([41]), [torch.tensor([51, 52])]),
+]
+
+
+def test_a_prompt_stands_once_before_its_responses():
+    pack = pack_groups(GROUPS, pad_to_multiple=5)
+    assert pack.tokens.tolist() == [11, 12, 21, 22, 23, 31, 41, 51, 52, 0]
+    assert pack.positions.tolist() == [0, 1, 2, 3, 4, 2, 0, 1, 2, 0]
+    assert pack.borders.tolist() == [[0, 2, 5, 6, 7, 9, 10], [0, 0, 0, 3, 3, 5, 6]]
+    assert pack.tokens[pack.scored].tolist() == [21, 22, 23, 31, 51, 52]
+    assert pack.tokens[pack.sources].tolist() == [12, 21, 22, 12, 41, 51]
+    assert pack.parents.dtype == pack.cu_seqlens.dtype == torch.int32
+
+
+def test_whole_sequences_continue_nothing():
+    pack = pack_sequences(SEQUENCES, MASKS)
+    assert pack.borders.tolist() == [[0, 3, 4, 8], [0, 1, 2, 3]]
+    assert pack.sources.tolist() == [0, 1, 5]
+
+
+def test_keys_of_a_segment_are_those_of_its_parent_and_its_own():
+    index, borders = keys_of_segments((0, 2, 5, 6, 7), (0, 0, 0, 3))
+    assert index.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5, 6]
+    assert borders.tolist() == [0, 2, 7, 10, 11]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [(torch.tensor([]), [torch.tensor([1])])],
+        [(torch.tensor([1]), [])],
+        [(torch.tensor([1]), [torch.tensor([2]), torch.tensor([])])],
+    ],
+)
+def test_groups_without_tokens_are_refused(groups):
+    with pytest.raises(ValueError, match="groups: got an empty prompt, group or response; each needs at least one"):
+        pack_groups(groups)
+    with pytest.raises(ValueError, match="groups: got none, at least one is needed"):
+        pack_groups([])
 
 
 @pytest.mark.parametrize(

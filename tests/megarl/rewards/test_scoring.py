@@ -1,4 +1,5 @@
 import math
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -29,6 +30,13 @@ def test_rules_load_from_a_file_and_see_its_other_functions(tmp_path):
     file = tmp_path / "my_rules.py"
     file.write_text("def half():\n    return 0.5\n\ndef rule(prompt, response, answer):\n    return half()\n")
     assert load_reward(f"{file}:rule")("p", "r", "a") == 0.5
+
+
+def test_a_rule_of_a_file_named_like_a_module_doesnt_take_its_place(tmp_path):
+    file = tmp_path / "fractions.py"
+    file.write_text("def rule(prompt, response, answer):\n    return 2.0\n")
+    assert load_reward(f"{file}:rule")("p", "r", "a") == 2.0
+    assert sys.modules["fractions"].Fraction is Fraction
 
 
 def test_unknown_rules_are_refused_with_what_is_allowed(tmp_path):
