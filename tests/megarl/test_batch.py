@@ -113,12 +113,12 @@ def test_every_field_is_aligned_to_the_scored_tokens(workers):
 
 
 def test_ends_are_the_last_tokens_of_the_samples(workers):
-    """Of two prompts with responses of 2, 3 and 1 tokens, and padding behind."""
-    samples = [make_sample(1, 2, 2), make_sample(1, 2, 3), make_sample(2, 1, 1)]
-    for share, ends in ((False, [3, 8, 10]), (True, [3, 6, 8])):
+    """Of two prompts with responses of 3, 2 and 1 tokens, and padding behind."""
+    samples = [make_sample(1, 2, 3), make_sample(1, 2, 2), make_sample(2, 1, 1)]
+    for share, ends in ((False, [4, 8, 10]), (True, [4, 6, 8])):
         for (pack,) in workers.run(packs_of, 2, Layout(2, sequence_parallel=True), [samples], token_mean, 20, share):
             assert pack.ends.tolist() == ends
-            assert pack.tokens[pack.ends].tolist() == [103, 104, 201]
+            assert pack.tokens[pack.ends].tolist() == [104, 103, 201]
 
 
 def test_masked_tokens_belong_to_no_sequence(workers):
