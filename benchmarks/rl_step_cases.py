@@ -22,6 +22,9 @@ LR, WEIGHT_DECAY = 1e-4, 0.1
 PAD, END = 0, 1
 """Ids of the tokenizer."""
 OURS, REPEATED, CACHED = "megarl", "megarl, repeated prompts", "megarl, cached reference"
+QUARTERS = "TRL, 4 micro-batches"
+TOKENS_PER_PACK = 1024
+"""Of megarl's micro-batches: at least a quarter of what a step trains on."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Case:
 
     @property
     def trl_sides(self) -> tuple[str, ...]:
-        return ("TRL",) if self.algorithm == "grpo" else ("TRL", "TRL, cached reference")
+        return ("TRL", QUARTERS) if self.algorithm == "grpo" else ("TRL", QUARTERS, "TRL, cached reference")
 
     def lengths(self, step: int) -> list[list[int]]:
         """Tokens of each response of a step, `NUM_PROMPTS` lists of `GROUP_SIZE`; skewed ones are geometric."""

@@ -14,6 +14,7 @@ from rl_step_cases import (
     LR,
     NUM_PAIRS,
     NUM_PROMPTS,
+    TOKENS_PER_PACK,
     WEIGHT_DECAY,
     Case,
     Pace,
@@ -49,7 +50,7 @@ def serve(case: Case, arguments: SideArguments, pace: Pace) -> None:
     folder = Path(arguments.folder)
     with running(detect_world()) as world:
         mesh = build_mesh(Layout(), world)
-        run = RunSettings(folder / "model", folder / "run")
+        run = RunSettings(folder / "model", folder / "run", max_tokens_per_pack=TOKENS_PER_PACK)
         build = _grpo if case.algorithm == "grpo" else _dpo
         step = build(case, folder, run, mesh, arguments.side)
         for _ in range(int(arguments.num_steps)):

@@ -19,6 +19,7 @@ from rl_step_cases import (
     LR,
     NUM_PAIRS,
     NUM_PROMPTS,
+    QUARTERS,
     WEIGHT_DECAY,
     Case,
     Pace,
@@ -39,9 +40,10 @@ def serve(case: Case, arguments: SideArguments, pace: Pace) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    num_parts = 4 if arguments.side == QUARTERS else 1
     settings = {
         "output_dir": str(folder / "trl"),
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": num_parts,
         "max_steps": int(arguments.num_steps),
         "learning_rate": LR,
         "weight_decay": WEIGHT_DECAY,
@@ -63,7 +65,7 @@ def serve(case: Case, arguments: SideArguments, pace: Pace) -> None:
 
     def keep_loss(*arguments: Any, **options: Any) -> Any:
         loss = compute_loss(*arguments, **options)
-        found["loss"] = loss.detach()
+        found["loss"] = loss.detach() if num_parts == 1 else torch.nan  # one of a part says little
         return loss
 
     trainer.compute_loss = keep_loss
@@ -88,12 +90,12 @@ class Paced(TrainerCallback):
 def _grpo(case: Case, folder: Path, side: str, settings: dict, model: Any, found: dict[str, Any]) -> Any:
     config = GRPOConfig(
         **settings,
-        per_device_train_batch_size=NUM_PROMPTS * GROUP_SIZE,
+        per_device_train_batch_size=NUM_PROMPTS * GROUP_SIZE // settings["gradient_accumulation_steps"],
         num_generations=GROUP_SIZE,
         max_completion_length=case.new_tokens,
         beta=0.0,
         num_iterations=1,
-        steps_per_generation=1,
+        steps_per_generation=settings["gradient_accumulation_steps"],
         temperature=1.0,
         top_k=0,
         top_p=1.0,
@@ -144,7 +146,7 @@ def _dpo(case: Case, folder: Path, side: str, settings: dict, model: Any, found:
     cached = "cached" in side
     config = DPOConfig(
         **settings,
-        per_device_train_batch_size=NUM_PAIRS,
+        per_device_train_batch_size=NUM_PAIRS // settings["gradient_accumulation_steps"],
         beta=0.1,
         max_length=case.prompt_tokens + case.new_tokens,
         loss_type=["sigmoid"],

@@ -6,7 +6,7 @@ Shape legend: B is the number of responses, N the number of scored (response) to
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -121,7 +121,8 @@ class TokenOutcomes:
     """What token-level advantages are made of: B responses end to end, N tokens in all.
 
     Fields: `rewards [N]`; `values [N]`, of the state before each token; `last_values [B]`, of the state after the last
-    token of each response; `lengths [B]`; `truncated [B]`, which responses were cut off at the length limit.
+    token of each response; `lengths [B]`; `truncated [B]`, which responses were cut off at the length limit;
+    `in_loss [B]`, which are learnt from (None: all), for only those are normalised over.
     """
 
     rewards: Tensor
@@ -129,6 +130,7 @@ class TokenOutcomes:
     last_values: Tensor
     lengths: Tensor
     truncated: Tensor
+    in_loss: Tensor | None = None
 
 
 TokenAdvantage = Callable[[TokenOutcomes], tuple[Tensor, Tensor]]
@@ -161,7 +163,7 @@ class GeneralizedAdvantages:
         """See `TokenAdvantage`."""
         raw = gae(outcomes, self.gamma, self.lam, bootstrap_truncated=self.bootstrap_truncated)
         returns = raw + outcomes.values
-        return _whitened(raw) if self.whiten else raw, returns
+        return _whitened(raw, outcomes) if self.whiten else raw, returns
 
 
 def gae(outcomes: TokenOutcomes, gamma: float, lam: float, *, bootstrap_truncated: bool) -> Tensor:
@@ -199,12 +201,10 @@ class BatchAdvantages:
 
     def __call__(self, outcomes: TokenOutcomes) -> tuple[Tensor, Tensor]:
         """See `TokenAdvantage`."""
-        nothing = torch.zeros_like(outcomes.rewards)
-        without_critic = TokenOutcomes(
-            outcomes.rewards, nothing, torch.zeros_like(outcomes.last_values), outcomes.lengths, outcomes.truncated
-        )
+        nothing = [torch.zeros_like(values) for values in (outcomes.values, outcomes.last_values)]
+        without_critic = replace(outcomes, values=nothing[0], last_values=nothing[1])
         returns = gae(without_critic, self.gamma, 1.0, bootstrap_truncated=False)
-        return _whitened(returns), returns
+        return _whitened(returns, outcomes), returns
 
 
 def _check_share(name: str, value: float) -> None:
@@ -212,9 +212,12 @@ def _check_share(name: str, value: float) -> None:
         raise ValueError(f"{name} must be within 0..1, got {value}")
 
 
-def _whitened(values: Tensor) -> Tensor:
-    """`whiten` over all tokens; every rank holds all of them, so there is nothing to reduce."""
-    return whiten(values, torch.ones_like(values, dtype=torch.bool), lambda sums: sums)
+def _whitened(values: Tensor, outcomes: TokenOutcomes) -> Tensor:
+    """`whiten` over all tokens that are learnt from; every rank holds all of them, so there is nothing to reduce."""
+    mask = torch.ones_like(values, dtype=torch.bool)
+    if outcomes.in_loss is not None:
+        mask = outcomes.in_loss.repeat_interleave(outcomes.lengths)
+    return whiten(values, mask, lambda sums: sums)
 
 
 def token_rewards(scores: Tensor, lengths: Tensor, kl: Tensor | None, coefficient: float) -> Tensor:

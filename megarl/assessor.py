@@ -127,6 +127,7 @@ class Assessor:
             last_values=torch.stack([value[-1] for value in values]),
             lengths=lengths,
             truncated=torch.tensor([sample.truncated for sample in samples]),
+            in_loss=torch.tensor([sample.in_loss for sample in samples]),
         )
         parts = (part.split(lengths.tolist()) for part in (*token_advantage(outcomes), outcomes.values))
         return [

@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.layers import Cache, bind_cache, rms_norm
+from parallel.functions import rms_norm
+from parallel.layers import Cache, bind_cache
 from parallel.log_probs import VocabShard
 from parallel.model import QwenModel
 from parallel.qwen import QwenShape, rotary_angles

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel.functions import RMSNorm, SwiGLU
 from parallel.qwen import QwenShape
 
 
@@ -25,31 +26,6 @@ class Cache(Protocol):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Store key and value of layer `layer` (local index), return attention `[T, 1, Hq * D]`."""
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm (arXiv 1910.07467) that marks its weight for sequence parallelism.
-
-    megatron-core's torch norm refuses sequence parallelism; a weight marked `sequence_parallel` has its gradient
-    summed over the tensor group when gradients are finalised.
-    """
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        return rms_norm(hidden, self.weight, self.eps)
-
-
-def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm of the last dimension, computed in fp32."""
-    if hidden.dtype == torch.float32:
-        return F.rms_norm(hidden, weight.shape, weight, eps)
-    return weight * F.rms_norm(hidden.float(), weight.shape, None, eps).to(hidden.dtype)
 
 
 class PackedAttention(nn.Module):
@@ -251,6 +227,7 @@ def _torch_layer_spec(shape: QwenShape) -> Any:
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_layernorm, normalization="RMSNorm")
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
+    spec.submodules.mlp.submodules.activation_func = SwiGLU
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if shape.qk_layernorm:

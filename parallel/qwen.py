@@ -247,6 +247,7 @@ def _kernel_settings(on_cuda: bool) -> dict[str, Any]:
         "use_cpu_initialization": not on_cuda,
         "deallocate_pipeline_outputs": on_cuda,
         "bias_activation_fusion": on_cuda,
+        "use_te_activation_func": not on_cuda,  # the spec's own activation, which is ours on the CPU
         "bias_dropout_fusion": on_cuda,
         "apply_rope_fusion": False,  # the fused kernels count positions themselves; ours are given per token
     }

@@ -13,7 +13,7 @@ from parallel.log_probs import score_tokens
 from parallel.mesh import Layout, build_mesh
 from parallel.model import build_model
 from parallel.optimizer import OptimizerSettings, Trainable
-from parallel.pack import pack_sequences
+from parallel.pack import pack_groups, pack_sequences
 from parallel.qwen import read_shape
 from parallel.schedule import forward, forward_backward
 from rollout.engine import Engine
@@ -68,6 +68,27 @@ def test_packed_log_probs_are_those_of_transformers(policy):
             logits = reference(tokens[None].cuda()).logits[0].float()
         wanted.append(logits[:-1].log_softmax(-1).gather(1, tokens[1:, None].cuda())[:, 0])
     torch.testing.assert_close(_score(trainable, pack), torch.cat(wanted), atol=0.1, rtol=0.0)
+
+
+def test_shared_prompts_give_the_log_probs_and_gradients_of_repeated_ones(policy):
+    trainable, _ = policy
+    prompt, *responses = draw_sequences([9, 4, 7, 1])
+    shared = pack_groups([(prompt, responses)]).to(torch.device("cuda", 0))
+    masks = [torch.arange(len(prompt) + len(response)) >= len(prompt) for response in responses]
+    repeated = pack_sequences([torch.cat([prompt, response]) for response in responses], masks)
+    packs = (shared, repeated.to(torch.device("cuda", 0)))
+    torch.testing.assert_close(_score(trainable, packs[0]), _score(trainable, packs[1]), atol=0.1, rtol=0.0)
+
+    def loss(model, hidden, pack):
+        total = -score_tokens(model, hidden, pack)[0].sum()
+        return total, {"loss": total.detach().clone()}
+
+    norms = []
+    for pack in packs:
+        trainable.zero_grad()
+        forward_backward(trainable.chunks, [pack], loss)
+        norms.append(trainable.step(1e-12).grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=0.03)
 
 
 def test_three_steps_lower_the_loss(policy):

@@ -1,6 +1,7 @@
 """Leave-one-out, and what is made of the rewards of tokens."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,6 +101,20 @@ def test_advantages_are_whitened_over_all_tokens_and_returns_are_not():
     root3 = math.sqrt(3.0)
     torch.testing.assert_close(advantages, torch.tensor([1 / root3] * 3 + [-root3]), rtol=1e-5, atol=0.0)
     assert returns.tolist() == [1.0, 1.0, 1.0, -1.0]
+
+
+@pytest.mark.parametrize("advantage", [GeneralizedAdvantages(1.0, 1.0), BatchAdvantages(1.0)])
+def test_responses_that_are_not_learnt_from_have_no_part_in_whitening(advantage):
+    """The second of three is cut off and masked: the others are whitened as if it were not there."""
+    first, masked, last = [0.0, 0.0, 1.0], [50.0, 50.0], [-1.0]
+    rewards = [first, masked, last]
+    found = outcomes(rewards, [[0.0] * len(one) for one in rewards])
+    found = replace(found, in_loss=torch.tensor([True, False, True]))
+    alone, _ = advantage(outcomes([first, last], [[0.0] * 3, [0.0]]))
+    advantages, returns = advantage(found)
+    torch.testing.assert_close(advantages[[0, 1, 2, 5]], alone)
+    assert advantages[3:5].tolist() == [0.0, 0.0]
+    assert returns.tolist() == [1.0, 1.0, 1.0, 100.0, 50.0, -1.0]
 
 
 @pytest.mark.parametrize("value", [0.0, 7.0])

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from parallel.layers import PackedAttention, RMSNorm, bind_cache, packed_attention
+from parallel.layers import PackedAttention, bind_cache, packed_attention
 from parallel.pack import keys_of_segments
 
 LENGTHS = {
@@ -137,43 +137,3 @@ def test_bound_cache_answers_for_every_layer_until_it_is_unbound():
     bind_cache(decoder, None)
     for attention, expected in zip(attentions, trained, strict=True):
         assert torch.equal(attention(query, key, value, borders), expected)
-
-
-def make_norm(dtype: torch.dtype, sequence_parallel: bool = False) -> RMSNorm:
-    norm = RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=sequence_parallel), 16, eps=1e-3)
-    norm.weight.data = torch.linspace(0.5, 2.0, 16, dtype=dtype)
-    return norm
-
-
-def test_norm_by_hand():
-    """[3, 4] has mean square 12.5: without epsilon the result is [3, 4] / sqrt(12.5), times the weight."""
-    norm = RMSNorm(SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False), 2, eps=0.0)
-    norm.weight.data = torch.tensor([1.0, 2.0])
-    expected = torch.tensor([[3 / 12.5**0.5, 8 / 12.5**0.5]])
-    torch.testing.assert_close(norm(torch.tensor([[3.0, 4.0]])), expected)
-
-
-def test_norm_and_its_gradients_equal_torch():
-    norm, reference = make_norm(torch.float32), nn.RMSNorm(16, eps=1e-3)
-    reference.weight.data = norm.weight.data.clone()
-    results = []
-    for module in (norm, reference):
-        hidden = torch.linspace(-3, 3, 5 * 16).reshape(5, 1, 16).requires_grad_()
-        output = module(hidden)
-        output.square().sum().backward()
-        results.append((output, hidden.grad, module.weight.grad))
-    torch.testing.assert_close(results[0], results[1])
-
-
-def test_norm_in_bf16_rounds_the_normalised_value_then_the_product():
-    """As Qwen does in transformers: statistics in fp32, whatever the weights' dtype."""
-    norm = make_norm(torch.bfloat16)
-    hidden = torch.linspace(-300, 300, 5 * 16).reshape(5, 16).to(torch.bfloat16)
-    wide = hidden.float()
-    normed = (wide * (wide.square().mean(-1, keepdim=True) + 1e-3).rsqrt()).to(torch.bfloat16)
-    assert torch.equal(norm(hidden), norm.weight * normed)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_norm_marks_its_weight_for_sequence_parallelism(sequence_parallel):
-    assert make_norm(torch.float32, sequence_parallel).weight.sequence_parallel is sequence_parallel
