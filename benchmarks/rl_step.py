@@ -7,9 +7,9 @@ A GRPO step generates 8 responses to each of 8 prompts, scores them and trains o
 pairs; its reference is computed in the step, or was before ("cached"; compared with TRL computing it). Both sides have
 the same Qwen2 (random weights, fp32), prompts, lengths, AdamW and one thread. Each is a process of its own; they step
 by turns, and CPU time counts: the ratio is the median over the pairs of steps, to TRL with the whole batch at once; for
-information TRL with 4 micro-batches, as megarl has them (1,024 tokens). Memory is the most that a process held, imports
-included; its bar holds where the model is of mid size or the prompts are long: elsewhere the imports of either side are
-most of it. "repeated prompts" is the option `--no-share-prompts`. The losses of DPO must agree.
+information TRL with 4 micro-batches, as megarl has them at mid size (1,024 tokens). Memory is the most that a process
+held, imports included; its bar holds where the model is of mid size or the prompts are long: elsewhere the imports of
+either side are most of it. "repeated prompts" is the option `--no-share-prompts`. The losses of DPO must agree.
 """
 
 import argparse

@@ -23,8 +23,8 @@ PAD, END = 0, 1
 """Ids of the tokenizer."""
 OURS, REPEATED, CACHED = "megarl", "megarl, repeated prompts", "megarl, cached reference"
 QUARTERS = "TRL, 4 micro-batches"
-TOKENS_PER_PACK = 1024
-"""Of megarl's micro-batches: at least a quarter of what a step trains on."""
+TOKENS_PER_PACK = {"tiny": 4096, "mid": 1024}
+"""Of megarl's micro-batches: at mid size, where memory counts, at least a quarter of what a step trains on."""
 
 
 @dataclass(frozen=True)

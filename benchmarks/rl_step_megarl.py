@@ -50,7 +50,7 @@ def serve(case: Case, arguments: SideArguments, pace: Pace) -> None:
     folder = Path(arguments.folder)
     with running(detect_world()) as world:
         mesh = build_mesh(Layout(), world)
-        run = RunSettings(folder / "model", folder / "run", max_tokens_per_pack=TOKENS_PER_PACK)
+        run = RunSettings(folder / "model", folder / "run", max_tokens_per_pack=TOKENS_PER_PACK[case.shape])
         build = _grpo if case.algorithm == "grpo" else _dpo
         step = build(case, folder, run, mesh, arguments.side)
         for _ in range(int(arguments.num_steps)):
