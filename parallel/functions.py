@@ -60,15 +60,9 @@ class _RMSNorm(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight, None
 
 
-class SwiGLU(nn.Module):
-    """silu(gate) * up of the two halves of the last dimension (arXiv 2002.05202)."""
-
-    def __init__(self, config: Any):
-        super().__init__()
-
-    def forward(self, gate_up: Tensor) -> Tensor:
-        """`[..., 2 F]` -> `[..., F]`."""
-        return _SwiGLU.apply(gate_up)
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of the two halves of the last dimension (arXiv 2002.05202): `[..., 2 F]` -> `[..., F]`."""
+    return _SwiGLU.apply(gate_up)
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.functions import RMSNorm, SwiGLU
+from parallel.functions import RMSNorm, swiglu
 from parallel.qwen import QwenShape
 
 
@@ -227,7 +227,7 @@ def _torch_layer_spec(shape: QwenShape) -> Any:
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_layernorm, normalization="RMSNorm")
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
-    spec.submodules.mlp.submodules.activation_func = SwiGLU
+    spec.submodules.mlp.submodules.activation_func = swiglu
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if shape.qk_layernorm:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.functions import RMSNorm, SwiGLU, rms_norm
+from parallel.functions import RMSNorm, rms_norm, swiglu
 
 
 def make_norm(dtype: torch.dtype, sequence_parallel: bool = False) -> RMSNorm:
@@ -71,7 +71,7 @@ def test_swiglu_and_its_gradient_equal_torch(dtype):
     generator = torch.Generator().manual_seed(0)
     gate_up, grad = torch.randn(5, 1, 12, generator=generator), torch.randn(5, 1, 6, generator=generator)
     results = []
-    for function in (SwiGLU(None), composed_swiglu):
+    for function in (swiglu, composed_swiglu):
         x = gate_up.to(dtype).requires_grad_()
         output = function(x)
         results.append((output, *torch.autograd.grad(output, x, grad.to(dtype))))
@@ -88,5 +88,5 @@ def test_only_inputs_are_kept_for_the_backward_pass():
     x = torch.randn(4, 1, 16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda t: t):
         make_norm(torch.float32)(x)
-        SwiGLU(None)(x)
+        swiglu(x)
     assert kept == [x.shape, (16,), x.shape]
