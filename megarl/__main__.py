@@ -14,7 +14,14 @@ def generate(arguments: Sequence[str]) -> None:
     main(arguments)
 
 
-COMMANDS = (generate,)
+def convert(arguments: Sequence[str]) -> None:
+    """Convert weights between Hugging Face folders and checkpoints, compare and describe them."""
+    from megarl.commands.convert import main
+
+    main(arguments)
+
+
+COMMANDS = (generate, convert)
 """The first line of each docstring is the command's help; modules are imported only by the command that needs them."""
 
 

@@ -2,20 +2,24 @@
 
 import fnmatch
 import json
+import math
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-FLOAT_DTYPES = ("F32", "BF16", "F16")
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+FLOAT_DTYPES = tuple(DTYPE_NAMES.values())
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json")
 COMPANION_FOLDERS = ("additional_chat_templates",)
 
@@ -56,6 +60,21 @@ class Source:
         """Return one part of a tensor, on the CPU in the file's dtype; reads no more than that part."""
         return self._files[name].get_slice(name)[bounds]
 
+    def whole(self, name: str) -> Tensor:
+        """Return a whole tensor, on the CPU in the file's dtype."""
+        return self._files[name].get_tensor(name)
+
+    def dtype_of(self, names: Iterable[str]) -> torch.dtype:
+        """Return the one dtype of some tensors.
+
+        Raises:
+            ValueError: they have several.
+        """
+        found = {name: self._files[name].get_slice(name).get_dtype() for name in names}
+        if len(set(found.values())) > 1:
+            raise ValueError(f"tensors {found}: they differ in dtype, allowed: one, as they become one parameter")
+        return next(dtype for dtype, name in DTYPE_NAMES.items() if name in found.values())
+
 
 @contextmanager
 def open_source(folder: str | Path) -> Iterator[Source]:
@@ -93,33 +112,63 @@ def weight_files(folder: Path) -> list[Path]:
     return found
 
 
-def plan_shards(sizes: dict[str, int], max_shard_bytes: int) -> list[list[str]]:
-    """Cut tensors (name -> bytes) in order into files of at most `max_shard_bytes`, or of one larger tensor."""
-    shards: list[list[str]] = []
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor that is going to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def plan_shards(tensors: Iterable[TensorInfo], max_shard_bytes: int) -> list[list[TensorInfo]]:
+    """Cut tensors in order into files of at most `max_shard_bytes`, or of one larger tensor."""
+    shards: list[list[TensorInfo]] = []
     filled = 0
-    for name, size in sizes.items():
-        if not shards or filled + size > max_shard_bytes:
+    for info in tensors:
+        if not shards or filled + info.num_bytes > max_shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(name)
-        filled += size
+        shards[-1].append(info)
+        filled += info.num_bytes
     return shards
 
 
-def write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], shards: list[list[str]]) -> None:
-    """Write tensors, which come in the order of the plan, one shard at a time, then the index of several shards."""
+def write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], plan: Sequence[Sequence[TensorInfo]]) -> None:
+    """Write tensors, which come in the order of the plan, as they come: one is held at a time. Several files get an
+    index. Everything is on the disk when it returns."""
     weight_map: dict[str, str] = {}
-    total_size = 0
-    for number, names in enumerate(shards, 1):
-        file_name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        shard = dict(islice(tensors, len(names)))
-        assert list(shard) == names, "tensors must come in the order of the plan"
-        save_file(shard, folder / file_name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(names, file_name)
-        total_size += sum(tensor.nbytes for tensor in shard.values())
+    for number, infos in enumerate(plan, 1):
+        file_name = SINGLE_FILE if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
+        _write_safetensors(folder / file_name, islice(tensors, len(infos)), infos)
+        weight_map |= {info.name: file_name for info in infos}
     assert next(tensors, None) is None, "more tensors than planned"
-    if len(shards) > 1:
+    if len(plan) > 1:
+        total_size = sum(info.num_bytes for infos in plan for info in infos)
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+
+
+def _write_safetensors(path: Path, tensors: Iterator[tuple[str, Tensor]], infos: Sequence[TensorInfo]) -> None:
+    """Write one file: the length of the header, the header, the tensors' bytes (the format's own README). The library
+    itself writes only what is in memory as a whole."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for info in infos:
+        start, end = end, end + info.num_bytes
+        header[info.name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": info.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for info, (name, tensor) in zip(infos, tensors, strict=True):
+            assert (name, tuple(tensor.shape), tensor.dtype) == (info.name, info.shape, info.dtype), "not as planned"
+            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

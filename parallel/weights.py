@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.hf_folder import copy_companions, open_source, plan_shards, write_json, write_shards
+from parallel.hf_folder import TensorInfo, copy_companions, open_source, plan_shards, write_json, write_shards
 from parallel.hf_tensors import LAYER, Rule, all_rules, assemble, fuse, tensor_rules
 from parallel.mesh import Mesh
 from parallel.model import Head, QwenModel
@@ -196,15 +196,15 @@ def _write(
     max_shard_bytes: int,
 ) -> None:
     dtype = model.config.params_dtype
-    sizes = {
-        name: torch.Size(size).numel() * dtype.itemsize
+    infos = [
+        TensorInfo(name, size, dtype)
         for rule in all_rules(model.shape, model.head).values()
         for name, size in rule.tensors.items()
-    }
+    ]
     partial = target.parent / f".{target.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
     partial.mkdir(parents=True)
-    write_shards(partial, tensors, plan_shards(sizes, max_shard_bytes))
+    write_shards(partial, tensors, plan_shards(infos, max_shard_bytes))
     _write_config(partial / "config.json", model, source)
     if source is not None:
         copy_companions(Path(source), partial)

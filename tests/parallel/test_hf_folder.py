@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from parallel.hf_folder import copy_companions, open_source, plan_shards, write_shards
+from parallel.hf_folder import TensorInfo, copy_companions, open_source, plan_shards, write_shards
 
 A, B = torch.arange(6.0).reshape(2, 3), torch.ones(4, dtype=torch.bfloat16)
 
@@ -67,15 +67,17 @@ def test_unexpected_tensors_are_named_with_both_shapes(tmp_path, expected, messa
 
 
 def test_shards_are_filled_in_order_up_to_the_limit():
-    sizes = {"a": 60, "b": 40, "c": 1, "huge": 300, "d": 99}
-    assert plan_shards(sizes, 100) == [["a", "b"], ["c"], ["huge"], ["d"]]
-    assert plan_shards(sizes, 1000) == [["a", "b", "c", "huge", "d"]]
+    sizes = {"a": 15, "b": 10, "c": 1, "huge": 75, "d": 24}
+    infos = [TensorInfo(name, (size,), torch.float32) for name, size in sizes.items()]
+    names = [[info.name for info in shard] for shard in plan_shards(infos, 100)]
+    assert names == [["a", "b"], ["c"], ["huge"], ["d"]]
+    assert plan_shards(infos, 1000) == [infos]
 
 
 def test_index_agrees_with_the_files(tmp_path):
     """RC02: every tensor is in the named file, every file's tensors are in the index, and the size is the sum."""
     tensors = {"a": A, "b": B, "c": A + 1}
-    write_shards(tmp_path, iter(tensors.items()), [["a", "b"], ["c"]])
+    write_shards(tmp_path, iter(tensors.items()), [infos_of({"a": A, "b": B}), infos_of({"c": A})])
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     assert index == {"metadata": {"total_size": 24 + 8 + 24}, "weight_map": {"a": first, "b": first, "c": second}}
@@ -85,8 +87,31 @@ def test_index_agrees_with_the_files(tmp_path):
 
 
 def test_one_shard_is_one_file_without_index(tmp_path):
-    write_shards(tmp_path, iter({"a": A}.items()), [["a"]])
+    write_shards(tmp_path, iter({"a": A}.items()), [infos_of({"a": A})])
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def infos_of(tensors: dict[str, torch.Tensor]) -> list[TensorInfo]:
+    return [TensorInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_files_are_those_of_the_library(tmp_path, dtype):
+    """Also of a tensor that isn't contiguous, a scalar and one without elements; the library reads the same back."""
+    tensors = {"b": A.to(dtype).T, "scalar": torch.tensor(2.0, dtype=dtype), "none": torch.empty(0, 3, dtype=dtype)}
+    write_shards(tmp_path, iter(tensors.items()), [infos_of(tensors)])
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs.safetensors")
+    read = [load_file(tmp_path / name) for name in ("model.safetensors", "theirs.safetensors")]
+    for name, tensor in tensors.items():
+        assert torch.equal(read[0][name], tensor)
+        assert torch.equal(read[0][name], read[1][name])
+
+
+def test_tensors_that_come_otherwise_than_planned_stop_the_writing(tmp_path):
+    with pytest.raises(AssertionError, match="not as planned"):
+        write_shards(tmp_path, iter({"a": A}.items()), [infos_of({"a": B})])
+    with pytest.raises(ValueError, match="shorter"):
+        write_shards(tmp_path, iter({"a": A}.items()), [infos_of({"a": A, "b": B})])
 
 
 def test_companion_files_are_copied_byte_for_byte(tmp_path):

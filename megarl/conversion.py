@@ -1,0 +1,283 @@
+"""Conversion of weights between Hugging Face folders and checkpoints, their comparison and description.
+
+One process; one parameter is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.progress import Progress
+from parallel.hf_folder import Source, TensorInfo, copy_companions, open_source, plan_shards, write_shards
+from parallel.hf_tensors import all_rules
+from parallel.mesh import Layout
+from parallel.model import Head
+from parallel.qwen import QwenShape, read_shape
+from parallel.stored_weights import HF_PART, StoredTensor, StoredWeights, stored_tensors, write_checkpoint
+from parallel.weights import SCORE, check_hf
+
+logger = logging.getLogger(__name__)
+
+MEGABYTE = 10**6
+SPARE = 1.01
+"""Free space asked for, in multiples of the tensors' bytes: headers and companion files take some."""
+
+
+def to_megatron(source: Path, target: Path, layout: Layout) -> None:
+    """Convert a Hugging Face folder to a checkpoint, which appears at `target` when it is whole.
+
+    Args:
+        layout: checked to fit the model; a checkpoint is the same for all layouts.
+
+    Raises:
+        ValueError: names the field, its value and the values allowed; nothing was written.
+    """
+    _check_target(target)
+    shape, head = check_folder(source)
+    layout.check(shape, layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size)
+    with open_source(source) as opened:
+        size = _num_bytes(shape, head, opened)
+        _check_space(target, size)
+        with _progress("to-megatron", size) as report:
+            write_checkpoint(target, source, opened, shape, head, report)
+
+
+def to_hf(source: Path, target: Path, max_shard_bytes: int) -> None:
+    """Convert a checkpoint, of whatever layout, to a Hugging Face folder, which appears at `target` when it is whole.
+
+    Raises:
+        ValueError: names the field, its value and the values allowed; nothing was written.
+    """
+    _check_target(target)
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_size: got {max_shard_bytes}, allowed: from 1 byte")
+    weights = StoredWeights(source)
+    infos = [
+        TensorInfo(name, size, weights.dtype(stored))
+        for stored in stored_tensors(weights.shape, weights.head)
+        for name, size in stored.rule.tensors.items()
+    ]
+    size = sum(info.num_bytes for info in infos)
+    _check_space(target, size)
+    partial = target.parent / f".{target.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)  # left by a conversion that was killed
+    partial.mkdir(parents=True)
+    with _progress("to-hf", size) as report:
+        write_shards(partial, _reported(weights, report), plan_shards(infos, max_shard_bytes))
+    shutil.copyfile(source / HF_PART / "config.json", partial / "config.json")
+    copy_companions(source / HF_PART, partial)
+    partial.replace(target)
+
+
+def _reported(weights: StoredWeights, report: Report) -> Iterator[tuple[str, Tensor]]:
+    for stored in stored_tensors(weights.shape, weights.head):
+        for name, tensor in weights.tensors(stored).items():
+            yield name, tensor
+            report(tensor.nbytes)
+
+
+class Weights(Protocol):
+    """The tensors of a folder or a checkpoint under their Hugging Face names."""
+
+    shape: QwenShape
+
+    def names(self) -> list[str]: ...
+    def read(self, name: str) -> Tensor: ...
+
+
+class _Folder:
+    """A Hugging Face folder as `Weights`."""
+
+    def __init__(self, shape: QwenShape, source: Source):
+        self.shape = shape
+        self.source = source
+
+    def names(self) -> list[str]:
+        return sorted(self.source.names)
+
+    def read(self, name: str) -> Tensor:
+        return self.source.whole(name)
+
+
+class _Checkpoint:
+    """A checkpoint as `Weights`; tensors of one parameter are best read one after the other."""
+
+    def __init__(self, stored: StoredWeights):
+        self.shape = stored.shape
+        self.stored = stored
+        self.owners: dict[str, StoredTensor] = {
+            name: item for item in stored_tensors(stored.shape, stored.head) for name in item.rule.tensors
+        }
+        self.latest: dict[str, Tensor] = {}
+
+    def names(self) -> list[str]:
+        return sorted(self.owners)
+
+    def read(self, name: str) -> Tensor:
+        if name not in self.latest:
+            self.latest = self.stored.tensors(self.owners[name])
+        return self.latest[name]
+
+
+@contextmanager
+def open_weights(path: Path) -> Iterator[Weights]:
+    """Open a Hugging Face folder or a checkpoint.
+
+    Raises:
+        ValueError: it is neither, or broken.
+    """
+    if (path / "metadata.json").is_file():
+        yield _Checkpoint(StoredWeights(path))
+        return
+    shape, _ = check_folder(path)
+    with open_source(path) as source:
+        yield _Folder(shape, source)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that isn't the same on both sides, and in what."""
+
+    name: str
+    what: str
+
+
+def differences(left: Path, right: Path) -> Iterator[Difference]:
+    """Compare two models tensor by tensor; yields what isn't equal bit for bit, as it is found."""
+    with open_weights(left) as one, open_weights(right) as other:
+        ours, theirs = one.names(), other.names()
+        for name in sorted(set(ours) ^ set(theirs)):
+            yield Difference(name, f"only in {left if name in set(ours) else right}")
+        both = [name for name in ours if name in set(theirs)]
+        with Progress("verify", len(both), rank=0) as progress:
+            for number, name in enumerate(both, 1):
+                what = compare(one.read(name), other.read(name))
+                if what:
+                    yield Difference(name, what)
+                progress.update(number, {})
+
+
+def compare(left: Tensor, right: Tensor) -> str:
+    """Say how two tensors differ; nothing if they are equal bit for bit."""
+    if left.shape != right.shape:
+        return f"shape {list(left.shape)} against {list(right.shape)}"
+    if left.dtype != right.dtype:
+        return f"dtype {left.dtype} against {right.dtype}"
+    if torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)):
+        return ""
+    unequal = int((left != right).sum())
+    largest = (left.float() - right.float()).abs().max().item()
+    return f"{unequal} of {left.numel()} values, by up to {largest:.3g}"
+
+
+def describe(path: Path) -> list[tuple[str, str]]:
+    """Say what a folder or checkpoint holds, and which layouts fit: (what, value) in order."""
+    with open_weights(path) as weights:
+        shape, names = weights.shape, weights.names()
+        dtype = weights.read("model.norm.weight").dtype
+        kind = "checkpoint" if isinstance(weights, _Checkpoint) else "Hugging Face folder"
+    stated = all_rules(shape, "scalar" if SCORE in names else "lm").values()
+    parameters = {name: size for rule in stated for name, size in rule.tensors.items()}
+    num_parameters = sum(math.prod(size) for size in parameters.values())
+    return [
+        ("kind", kind),
+        ("family", shape.family),
+        (
+            "head",
+            "scalar" if SCORE in names else "tied output matrix" if shape.tie_word_embeddings else "output matrix",
+        ),
+        ("parameters", f"{num_parameters:,}"),
+        ("dtype", str(dtype).removeprefix("torch.")),
+        ("layers", str(shape.num_layers)),
+        ("hidden size", str(shape.hidden_size)),
+        ("feed-forward size", str(shape.ffn_hidden_size)),
+        ("heads", f"{shape.num_attention_heads} query, {shape.num_query_groups} key and value, size {shape.head_dim}"),
+        ("vocabulary", str(shape.vocab_size)),
+        ("longest sequence", str(shape.max_position_embeddings)),
+        ("tensor parallel sizes", _fitting(shape, "tensor_model_parallel_size")),
+        ("pipeline sizes, even", _fitting(shape, "pipeline_model_parallel_size")),
+    ]
+
+
+def _fitting(shape: QwenShape, field: str) -> str:
+    """Return the sizes of one axis that fit the model, up to 64."""
+    sizes = []
+    for size in range(1, 65):
+        try:
+            replace(Layout(), **{field: size}).check(shape, size)  # type: ignore[arg-type]
+        except ValueError:
+            continue
+        sizes.append(str(size))
+    return ", ".join(sizes)
+
+
+def check_folder(folder: Path) -> tuple[QwenShape, Head]:
+    """Check a Hugging Face folder by its config and the headers of its files; returns its shape and head.
+
+    Raises:
+        ValueError: names what is missing, broken or unknown.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model: got {str(folder)!r}, allowed: a folder with a config.json, or a checkpoint")
+    shape = read_shape(folder)
+    with open_source(folder) as source:
+        head: Head = "scalar" if SCORE in source.names else "lm"
+    check_hf(folder, shape, head)
+    return shape, head
+
+
+def _num_bytes(shape: QwenShape, head: Head, source: Source) -> int:
+    return sum(
+        math.prod(stored.shape) * source.dtype_of(stored.rule.tensors).itemsize
+        for stored in stored_tensors(shape, head)
+    )
+
+
+def _check_target(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"output: got {str(target)!r}, which exists; allowed: a new folder")
+
+
+def _check_space(target: Path, num_bytes: int) -> None:
+    """Refuse a disk that hasn't room, before anything is written."""
+    parent = next(folder for folder in target.absolute().parents if folder.exists())
+    free = shutil.disk_usage(parent).free
+    if free < num_bytes * SPARE:
+        raise ValueError(
+            f"output: {num_bytes / MEGABYTE:.0f} MB are needed at {str(parent)!r}, {free / MEGABYTE:.0f} MB are free"
+        )
+
+
+class Report:
+    """Counts bytes and shows them in MB, with the rate and the time left."""
+
+    def __init__(self, name: str, num_bytes: int):
+        self.total = max(num_bytes // MEGABYTE, 1)
+        self.progress = Progress(f"{name}, MB", self.total, rank=0)
+        self.num_bytes = num_bytes
+        self.done = 0
+        self.started = time.monotonic()
+
+    def __call__(self, num_bytes: int) -> None:
+        self.done += num_bytes
+        step = self.total if self.done == self.num_bytes else min(self.done // MEGABYTE, self.total - 1)
+        seconds = max(time.monotonic() - self.started, 1e-6)
+        self.progress.update(step, {"GB/s": self.done / seconds / 1e9})
+
+
+@contextmanager
+def _progress(name: str, num_bytes: int) -> Iterator[Report]:
+    report = Report(name, num_bytes)
+    with report.progress:
+        yield report
