@@ -1,0 +1,166 @@
+"""`megarl convert`: Hugging Face folder <-> checkpoint, comparison and description."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.__main__ import main
+from megarl.commands.convert import parse_size
+from megarl.conversion import compare
+
+FAMILIES = ["qwen2", "qwen3"]
+
+
+def convert(*words: object) -> None:
+    main(["convert", *map(str, words)])
+
+
+def refused(capsys, *words: object) -> str:
+    """Run a conversion that must be refused; returns what it says."""
+    with pytest.raises(SystemExit) as end:
+        convert(*words)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_there_and_back_is_the_same_bit_for_bit(tiny_qwen, tmp_path, capsys, family, dtype):
+    """RC01: with every companion file, in several shards."""
+    source, checkpoint, back = tmp_path / "source", tmp_path / "checkpoint", tmp_path / "back"
+    shutil.copytree(vars(tiny_qwen)[family], source)
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    (source / "generation_config.json").write_bytes(b'{"eos_token_id": [11,12]}')
+    convert("to-megatron", source, checkpoint, "--tensor-model-parallel-size", 2)
+    convert("to-hf", checkpoint, back, "--max-shard-size", "100KB")
+    assert len(list(back.glob("*.safetensors"))) > 1
+    kept = {path.name for path in source.iterdir()} - {"model.safetensors"}
+    for name in kept:
+        assert (back / name).read_bytes() == (source / name).read_bytes()
+    for left, right in ((source, back), (source, checkpoint), (checkpoint, back)):
+        capsys.readouterr()
+        convert("verify", left, right)
+        assert capsys.readouterr().out == "equal, bit for bit\n"
+
+
+def test_verify_names_what_differs_and_by_how_much(tiny_qwen, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(tiny_qwen.qwen2, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"][3] += 0.5
+    tensors["extra"] = torch.ones(1)
+    save_file(tensors, other / "model.safetensors")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        convert("verify", tiny_qwen.qwen2, other)
+    assert end.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    size = len(tensors["model.norm.weight"])
+    assert lines == [
+        f"extra: only in {other}",
+        f"model.norm.weight: 1 of {size} values, by up to 0.5",
+        "2 tensors differ",
+    ]
+
+
+def test_bits_are_compared_not_values():
+    zeros, nans = torch.zeros(2), torch.full((2,), torch.nan)
+    assert compare(zeros, -zeros) == "0 of 2 values, by up to 0"  # -0.0 is another bit pattern
+    assert compare(nans, nans.clone()) == ""
+    assert compare(zeros, zeros.bfloat16()) == "dtype torch.float32 against torch.bfloat16"
+    assert compare(zeros, torch.zeros(3)) == "shape [2] against [3]"
+
+
+def test_inspect_says_what_it_is_and_which_layouts_fit(tiny_qwen, capsys):
+    convert("inspect", tiny_qwen.qwen3)
+    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    rows = {name.strip(): value.strip() for name, value in rows.items()}
+    config = json.loads((tiny_qwen.qwen3 / "config.json").read_text())
+    assert rows["kind"] == "Hugging Face folder"
+    assert rows["family"] == "qwen3"
+    assert rows["layers"] == str(config["num_hidden_layers"])
+    total = sum(tensor.numel() for tensor in load_file(tiny_qwen.qwen3 / "model.safetensors").values())
+    assert rows["parameters"] == f"{total:,}"
+    assert rows["tensor parallel sizes"].split(", ")[0] == "1"
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), ("300kb", 300_000), ("17", 17)])
+def test_sizes_of_files(text, size):
+    assert parse_size(text) == size
+
+
+def test_wrong_values_are_refused_and_nothing_is_written(tiny_qwen, tmp_path, capsys):
+    checkpoint, target = tmp_path / "checkpoint", tmp_path / "target"
+    convert("to-megatron", tiny_qwen.qwen2, checkpoint)
+    capsys.readouterr()
+    for words, message in [
+        (("to-megatron", tmp_path / "none", target), "allowed: a folder with a config.json, or a checkpoint"),
+        (("to-megatron", tiny_qwen.qwen2, checkpoint), "which exists; allowed: a new folder"),
+        (
+            ("to-megatron", tiny_qwen.qwen2, target, "--tensor-model-parallel-size", 3),
+            "tensor_model_parallel_size: got 3",
+        ),
+        (("to-hf", tiny_qwen.qwen2, target), "is no checkpoint"),
+        (("to-hf", checkpoint, target, "--max-shard-size", "5 apples"), "max_shard_size: got '5 apples'"),
+        (("to-hf", checkpoint, target, "--max-shard-size", "0"), "max_shard_size: got 0, allowed: from 1 byte"),
+        (("verify", tiny_qwen.qwen2, target), "allowed: a folder with a config.json, or a checkpoint"),
+    ]:
+        assert message in refused(capsys, *words)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(tiny_qwen, tmp_path, capsys, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    message = refused(capsys, "to-megatron", tiny_qwen.qwen2, tmp_path / "out")
+    assert "MB are needed at" in message
+    assert not list(tmp_path.iterdir())
+
+
+KILLED = """
+import sys
+from megarl.__main__ import main
+from parallel import hf_folder, stored_weights
+
+def stop(*arguments):
+    print("half", flush=True)
+    sys.stdin.read()
+
+{patch}
+main(["convert", *sys.argv[1:]])
+"""
+PATCHES = {
+    "to-megatron": "stored_weights.copy_companions = stop",
+    "to-hf": "from megarl import conversion; conversion.copy_companions = stop",
+}
+
+
+@pytest.mark.parametrize("command", PATCHES)
+def test_a_killed_conversion_leaves_nothing_that_looks_whole(tiny_qwen, tmp_path, capsys, command):
+    """Killed when all tensors are written; the next attempt takes no notice of what is left."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    if command == "to-hf":
+        convert("to-megatron", tiny_qwen.qwen2, source)
+    else:
+        source = tiny_qwen.qwen2
+    code = KILLED.format(patch=PATCHES[command])
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    words = [sys.executable, "-c", code, command, str(source), str(target)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"half\n"
+        process.send_signal(signal.SIGKILL)
+    assert not target.exists()
+    assert (tmp_path / ".target.partial").exists()
+    convert(command, source, target)
+    assert not (tmp_path / ".target.partial").exists()
+    convert("verify", source, target)
