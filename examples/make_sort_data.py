@@ -26,7 +26,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--right-fraction", type=float, default=0.5, help="share of right ones (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all of them (default: %(default)s)")
     args = parser.parse_args(arguments)
-    task = SortDigits(args.num_digits)
+    for name in ("num_train", "num_heldout", "num_demonstrations", "num_preferences"):
+        if vars(args)[name] < 1:
+            parser.error(f"{name}: got {vars(args)[name]}, allowed: from 1")
+    if not 0 <= args.right_fraction <= 1:
+        parser.error(f"right_fraction: got {args.right_fraction}, allowed: 0 to 1")
+    try:
+        task = SortDigits(args.num_digits)
+    except ValueError as error:
+        parser.error(str(error))
     args.out.mkdir(parents=True, exist_ok=True)
     train = [task.example(args.seed, index) for index in range(args.num_train)]
     heldout = [task.example(args.seed, index, "heldout") for index in range(args.num_heldout)]

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from megarl.cli import refusing_wrong_values
 from megarl.data.tokenizer import CHAT_END, TEXT_END, build_tiny_tokenizer, load_tokenizer
 
 FAMILIES = ("qwen2", "qwen2.5", "qwen3")  # Qwen2.5 has Qwen2's architecture and its name in config.json
@@ -78,7 +79,8 @@ def build_model(args: argparse.Namespace, vocab_size: int) -> PreTrainedModel:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
-    check_arguments(args)
+    with refusing_wrong_values():
+        check_arguments(args)
     build_tiny_tokenizer(args.out)
     vocab = load_tokenizer(args.out).get_vocab()
     model = build_model(args, len(vocab))

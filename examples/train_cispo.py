@@ -1,7 +1,7 @@
 """Train a Qwen policy with CISPO: a new algorithm is its loss and a recipe, here, with the packages as they are.
 
-    torchrun --nproc-per-node 2 examples/train_cispo.py --model runs/sft/hf --prompts runs/data/train.jsonl \\
-        --max-prompt-tokens 40 --max-new-tokens 8 --lr 7e-4
+    torchrun --nproc-per-node 2 examples/train_cispo.py --model runs/sft/hf --output runs/cispo \\
+        --prompts runs/data/train.jsonl --max-prompt-tokens 40 --max-new-tokens 8 --lr 7e-4
 
 Source: MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. The ratio is a weight without a gradient, so that no token loses its
 gradient by clipping. Deviations: the paper gives no upper bound; 5 is that of ScaleRL, arXiv 2510.13786.

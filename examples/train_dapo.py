@@ -1,8 +1,8 @@
 """Train a Qwen policy with DAPO: clip-higher, dynamic sampling, token-level loss, soft overlong punishment, overlong
 filtering; no KL term, no reference model.
 
-    torchrun --nproc-per-node 2 examples/train_dapo.py --model runs/sft/hf --prompts runs/data/train.jsonl \\
-        --max-prompt-tokens 40 --max-new-tokens 8 --lr 7e-4
+    torchrun --nproc-per-node 2 examples/train_dapo.py --model runs/sft/hf --output runs/dapo \\
+        --prompts runs/data/train.jsonl --max-prompt-tokens 40 --max-new-tokens 8 --lr 7e-4
     torchrun --nproc-per-node 8 examples/train_dapo.py --model DIR --prompts FILE --dtype bf16 --max-new-tokens 20480 \\
         --overlong-cache-tokens 4096 --tensor-model-parallel-size 2 --sequence-parallel --lr 1e-6
 

@@ -1,7 +1,8 @@
 """Train a Qwen policy on preference pairs with DPO, IPO or SLiC's hinge.
 
-    torchrun --nproc-per-node 2 examples/train_dpo.py --model runs/sft/hf --preferences runs/data/preferences.jsonl \\
-        --eval-preferences runs/data/heldout_preferences.jsonl --nll 1 --lr 5e-4
+    torchrun --nproc-per-node 2 examples/train_dpo.py --model runs/sft/hf --output runs/dpo \\
+        --preferences runs/data/preferences.jsonl --eval-preferences runs/data/heldout_preferences.jsonl \\
+        --nll 1 --lr 5e-4
     torchrun --nproc-per-node 8 examples/train_dpo.py --model DIR --preferences FILE --dtype bf16 \\
         --tensor-model-parallel-size 2 --sequence-parallel --lr 5e-7
 

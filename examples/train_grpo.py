@@ -1,7 +1,7 @@
 """Train a Qwen policy with GRPO on prompts with verifiable answers.
 
-    torchrun --nproc-per-node 2 examples/train_grpo.py --model runs/sft/hf --prompts runs/data/train.jsonl \\
-        --max-prompt-tokens 40 --max-new-tokens 8 --lr 7e-4
+    torchrun --nproc-per-node 2 examples/train_grpo.py --model runs/sft/hf --output runs/grpo \\
+        --prompts runs/data/train.jsonl --max-prompt-tokens 40 --max-new-tokens 8 --lr 7e-4
     torchrun --nproc-per-node 8 examples/train_grpo.py --model DIR --prompts FILE --dtype bf16 \\
         --tensor-model-parallel-size 2 --sequence-parallel --lr 1e-6
 

@@ -1,7 +1,7 @@
 """Train a Qwen policy with PPO: a critic, advantages per token, the KL to the starting model in the reward.
 
-    torchrun --nproc-per-node 2 examples/train_ppo.py --model runs/sft/hf --prompts runs/data/train.jsonl \\
-        --max-prompt-tokens 40 --max-new-tokens 8 --lr 7e-4 --critic-lr 1e-3 --lam 1
+    torchrun --nproc-per-node 2 examples/train_ppo.py --model runs/sft/hf --output runs/ppo \\
+        --prompts runs/data/train.jsonl --max-prompt-tokens 40 --max-new-tokens 8 --lr 7e-4 --critic-lr 1e-3 --lam 1
     torchrun --nproc-per-node 8 examples/train_ppo.py --model DIR --prompts FILE --reward-model REWARD_DIR \\
         --dtype bf16 --tensor-model-parallel-size 2 --sequence-parallel --critic-lr 1e-5 --critic-warmup-steps 10
 
@@ -37,6 +37,8 @@ class PPOSettings:
 
     def recipe(self) -> Recipe:
         """Return PPO with these numbers. Raises ValueError for one that is out of range."""
+        if self.kl_target and not self.kl_coefficient:
+            raise ValueError(f"kl_target: got {self.kl_target}, allowed with kl_coefficient 0: 0")
         advantages = GeneralizedAdvantages(self.gamma, self.lam, bootstrap_truncated=self.bootstrap_truncated)
         return replace(
             PPO,

@@ -1,6 +1,6 @@
 """Train a reward model on preference pairs: a Qwen with one number in place of the next token, read at the last token.
 
-    torchrun --nproc-per-node 2 examples/train_reward_model.py --model runs/sft/hf \\
+    torchrun --nproc-per-node 2 examples/train_reward_model.py --model runs/sft/hf --output runs/reward_model \\
         --preferences runs/data/preferences.jsonl --eval-preferences runs/data/heldout_preferences.jsonl --lr 5e-4
     torchrun --nproc-per-node 8 examples/train_reward_model.py --model DIR --preferences FILE --dtype bf16 \\
         --tensor-model-parallel-size 2 --sequence-parallel --lr 5e-6

@@ -1,6 +1,7 @@
 """Fine-tune a Qwen model on demonstrations: the warm start of the demo, on the backbone of all other training.
 
-torchrun --nproc-per-node 2 examples/train_sft.py --model runs/tiny --demonstrations runs/data/demonstrations.jsonl
+    torchrun --nproc-per-node 2 examples/train_sft.py --model runs/tiny --output runs/sft \\
+        --demonstrations runs/data/demonstrations.jsonl --lr 3e-3 --num-steps 240
 """
 
 from megarl.cli import checked, parse

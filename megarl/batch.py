@@ -130,13 +130,21 @@ def spread_samples(samples: Sequence[Sample], num_ranks: int, share_prompts: boo
     """Spread samples over ranks by their tokens (`balance`); returns the indices of each rank, ascending.
 
     Args:
-        share_prompts: keep responses to one prompt together, as far as there is work for all ranks.
+        share_prompts: keep responses to one prompt together, cut as often as makes the fullest rank's work least.
     """
-    groups = _groups(samples) if share_prompts else [[index] for index in range(len(samples))]
-    parts = -(-num_ranks // len(groups)) if groups else 1
-    units = [piece for group in groups for piece in _cut(group, parts)]
-    spread = balance([_num_tokens([samples[index] for index in unit], share_prompts) for unit in units], num_ranks)
-    return [sorted(index for unit in mine for index in units[unit]) for mine in spread]
+    if not share_prompts:
+        return balance([sample.num_tokens for sample in samples], num_ranks)
+    groups, parts, best = _groups(samples), 1, None
+    while True:
+        units = [piece for group in groups for piece in _cut(group, parts)]
+        costs = [_num_tokens([samples[index] for index in unit], share_prompts) for unit in units]
+        spread = balance(costs, num_ranks)
+        fullest = max(sum(costs[unit] for unit in mine) for mine in spread)
+        if best is None or fullest < best[0]:
+            best = fullest, [sorted(index for unit in mine for index in units[unit]) for mine in spread]
+        if len(units) == len(samples):  # no group can be cut further
+            return best[1]
+        parts *= 2
 
 
 def _groups(samples: Sequence[Sample]) -> list[list[int]]:
@@ -275,7 +283,8 @@ def _token_multiple(mesh: Mesh) -> int:
 def _sequences(units: Sequence[Sequence[Sample]], multiple: int, share_prompts: bool) -> Pack:
     """Lay prompts and responses end to end; the response tokens are scored."""
     if share_prompts:
-        groups = [(torch.tensor(unit[0].prompt), [torch.tensor(sample.response) for sample in unit]) for unit in units]
+        prompts = [one for unit in units for one in by_prompt(unit)]
+        groups = [(torch.tensor(one[0].prompt), [torch.tensor(sample.response) for sample in one]) for one in prompts]
         return pack_groups(groups, multiple)
     samples = [sample for unit in units for sample in unit]
     masks = [torch.arange(sample.num_tokens) >= len(sample.prompt) for sample in samples]

@@ -25,7 +25,7 @@ from parallel.optimizer import OptimizerSettings
 from parallel.options import option
 from parallel.qwen import QwenShape, read_shape
 from parallel.reshard import check_inference_layout
-from parallel.weights import check_hf
+from parallel.weights import SCORE, check_hf, has_scalar_head
 from rollout.memory import least_cache_tokens
 
 
@@ -289,6 +289,8 @@ def _check_same_tokens(name: str, folder: Path, shape: QwenShape, layout: Layout
         raise ValueError(f"{name}: got {str(folder)!r}, allowed: a folder with a config.json")
     own = read_shape(folder)
     check_hf(folder, own, head="scalar")
+    if name == "reward_model" and not has_scalar_head(folder):
+        raise ValueError(f"{name}: got {str(folder)!r}, allowed: a trained reward model ({SCORE} is missing)")
     layout.check(own, world_size)
     if own.vocab_size != shape.vocab_size:
         raise ValueError(f"{name}: vocab_size is {own.vocab_size}, allowed: {shape.vocab_size}, that of the policy")

@@ -25,7 +25,7 @@ from parallel.mesh import Layout
 from parallel.model import Head
 from parallel.qwen import QwenShape, read_shape
 from parallel.stored_weights import HF_PART, StoredTensor, StoredWeights, stored_tensors, write_checkpoint
-from parallel.weights import SCORE, check_hf
+from parallel.weights import SCORE, check_hf, has_scalar_head
 
 logger = logging.getLogger(__name__)
 
@@ -231,8 +231,7 @@ def check_folder(folder: Path) -> tuple[QwenShape, Head]:
     if not (folder / "config.json").is_file():
         raise ValueError(f"model: got {str(folder)!r}, allowed: a folder with a config.json, or a checkpoint")
     shape = read_shape(folder)
-    with open_source(folder) as source:
-        head: Head = "scalar" if SCORE in source.names else "lm"
+    head: Head = "scalar" if has_scalar_head(folder) else "lm"
     check_hf(folder, shape, head)
     return shape, head
 

@@ -24,6 +24,7 @@ from megarl.data.prompts import rows_at
 from megarl.data.tokenizer import load_tokenizer, response_end
 from megarl.progress import Progress
 from megarl.report import PAIR_PANELS, draw_curves
+from megarl.run_folder import end_run
 from megarl.tracking import Tracker
 from megarl.updates import LossHead, Metrics, count_skipped, reduce_metrics, take_step
 from parallel.mesh import Mesh
@@ -206,4 +207,5 @@ def run_training(name: str, trainer: PairTrainer, plain: dict[str, Any]) -> dict
         export_hf(run.output / "hf", trainer.trainable.models, mesh, source_folder=run.model)
     if mesh.rank == 0:
         draw_curves(run.output, f"{name}: {run.output.name}", PAIR_PANELS)
+    end_run(run.output, mesh)
     return summary

@@ -7,6 +7,7 @@ dataclasses with `__call__`, so that a recipe can be pickled, compared and print
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -114,7 +115,7 @@ class Recipe:
             raise ValueError("value_loss and kl_reward belong to a recipe with token_advantage")
         if self.importance_cap is not None and not self.importance_cap >= 1.0:
             raise ValueError(f"importance_cap must be at least 1 or None, got {self.importance_cap}")
-        if not self.entropy_coefficient >= 0.0:
+        if not 0.0 <= self.entropy_coefficient < math.inf:
             raise ValueError(f"entropy_coefficient must be at least 0, got {self.entropy_coefficient}")
 
     @property

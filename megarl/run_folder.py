@@ -44,6 +44,15 @@ def begin_run(config: RunConfig, world: World) -> tuple[Mesh, dict[str, Any]]:
     return mesh, plain
 
 
+def end_run(output: Path, mesh: Mesh) -> None:
+    """Say where a finished run has left its results."""
+    if mesh.rank == 0:
+        sys.stdout.write(
+            f"model {output / 'hf'}   metrics {output / 'metrics.jsonl'}   curves {output / 'curves.png'}\n"
+        )
+        sys.stdout.flush()
+
+
 def log_to(folder: Path, rank: int) -> None:
     """Send log lines to `folder/logs/rank_N.log` (from INFO) and, on rank 0, to stderr (from WARNING)."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from megarl.data.prompts import rows_at
 from megarl.data.tokenizer import load_tokenizer, response_end
 from megarl.progress import Progress
 from megarl.report import draw_curves
-from megarl.run_folder import begin_run
+from megarl.run_folder import begin_run, end_run
 from megarl.tracking import Tracker
 from megarl.updates import count_skipped, sft_token_loss, update
 from parallel.launch import World
@@ -60,6 +60,7 @@ def train_sft(config: SFTConfig, shape: QwenShape, world: World) -> dict[str, fl
         export_hf(run.output / "hf", policy.models, mesh, source_folder=run.model)
     if mesh.rank == 0:
         draw_curves(run.output, f"sft: {run.output.name}")
+    end_run(run.output, mesh)
     return summary
 
 

@@ -23,7 +23,7 @@ from megarl.progress import Progress
 from megarl.report import draw_curves
 from megarl.responses import OpenGroup, Responder
 from megarl.rewards.scoring import load_reward
-from megarl.run_folder import begin_run
+from megarl.run_folder import begin_run, end_run
 from megarl.step_metrics import (
     advantage_metrics,
     mean_metrics,
@@ -281,6 +281,7 @@ def train_policy(config: PolicyConfig, shape: QwenShape, world: World) -> dict[s
             export_hf(run.output / "critic", trainer.critic.models, mesh, source_folder=source)
     if mesh.rank == 0:
         draw_curves(run.output, f"{config.recipe.name}: {run.output.name}")
+    end_run(run.output, mesh)
     return summary
 
 

@@ -99,7 +99,10 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model folder, see `open_source`."""
     index = folder / INDEX_FILE
     if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is broken, its weight_map can't be read: {error!r}") from error
         missing = sorted(name for name in names if not (folder / name).is_file())
         if missing:
             raise ValueError(f"{index} names {', '.join(missing)}, but there is no such file")

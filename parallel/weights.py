@@ -38,6 +38,12 @@ def check_hf(folder: str | Path, shape: QwenShape, head: Head = "lm") -> None:
         source.check(expected)
 
 
+def has_scalar_head(folder: str | Path) -> bool:
+    """Return whether a folder's model ends in one number: a critic or reward model that was trained."""
+    with open_source(folder) as source:
+        return SCORE in source.names
+
+
 @torch.no_grad()
 def import_hf(folder: str | Path, chunks: list[QwenModel], mesh: Mesh, seed: int = 0) -> None:
     """Copy the weights of a folder into this rank's chunks in place, cast to the parameters' dtype.

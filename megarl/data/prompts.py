@@ -97,6 +97,9 @@ class PromptSource:
             raise ValueError(f"max_prompt_tokens is {max_prompt_tokens}; allowed: 1 or more")
         examples = read_prompts(path)
         examples = [replace(row, tokens=tuple(encode_prompt(tokenizer, row.messages))) for row in examples]
+        empty = next((number for number, row in enumerate(examples) if not row.tokens), None)
+        if empty is not None:
+            raise ValueError(f"{path}: prompt {empty} has no tokens; allowed: 1 or more (is the tokenizer whole?)")
         self.rows = tuple(row for row in examples if len(row.tokens) <= max_prompt_tokens)
         self.num_too_long = len(examples) - len(self.rows)
         longest = max(len(row.tokens) for row in examples)

@@ -51,7 +51,7 @@ def score_response(reward: Reward, prompt_id: int, prompt: str, response: str, a
     """
     try:
         value = reward(prompt, response, answer)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RuntimeError(f"the reward failed on a response to prompt {prompt_id}: {error!r}") from error
     if isinstance(value, (numbers.Real, np.bool_)) and math.isfinite(value):
         return float(value)
@@ -69,7 +69,7 @@ def _load_file(path: Path, name: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"reward is {name!r}: {str(path)!r} cannot be loaded: {error!r}") from error
     return module
 

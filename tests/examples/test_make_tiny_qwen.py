@@ -82,6 +82,8 @@ def test_written_model_loads_and_generates_with_transformers(write):
         (["--head-dim", "32"], "--head-dim is 32; allowed with qwen2: left out"),
     ],
 )
-def test_impossible_sizes_are_refused(write, flags, message):
-    with pytest.raises(ValueError, match=message):
+def test_impossible_sizes_are_refused(write, flags, message, capsys):
+    with pytest.raises(SystemExit) as end:
         write("refused", *flags)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err

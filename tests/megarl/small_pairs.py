@@ -33,8 +33,9 @@ LAYOUTS = {
 """Layout and the pairs of each data rank; two processes each."""
 
 
-def draw_units(seed: int = 0) -> list[Unit]:
-    """Pairs of the tiny vocabulary with margins 0, 0.1, ... and log-probs of a reference around -5."""
+def draw_units(seed: int = 0, max_tokens: int = 16) -> list[Unit]:
+    """Pairs of the tiny vocabulary with margins 0, 0.1, ... and log-probs of a reference around -5. Rows longer than
+    `max_tokens` lose their start, so that the prompts of a pair differ."""
     generator = torch.Generator().manual_seed(seed)
     pairs = []
     for number, (prompt, chosen, rejected) in enumerate(SIZES):
@@ -44,7 +45,7 @@ def draw_units(seed: int = 0) -> list[Unit]:
     def scored(sample):
         return replace(sample, ref_log_probs=torch.randn(len(sample.response), generator=generator) - 5.0)
 
-    return [(scored(chosen), scored(rejected)) for chosen, rejected in as_units(pairs, 100, "keep_end")]
+    return [(scored(chosen), scored(rejected)) for chosen, rejected in as_units(pairs, max_tokens, "keep_end")]
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,13 @@ from megarl.aggregation import sequence_mean_token_mean
 from megarl.batch import Sample, build_packs, count_globally, spread_samples
 from megarl.losses import ClippedValueLoss
 from megarl.passes import response_log_probs, state_values
+from megarl.preference import pack_pairs
 from megarl.recipes import GRPO
 from megarl.updates import PolicyTokenLoss, policy_head, take_step, value_head
 from parallel.launch import World
 from parallel.mesh import Layout, build_mesh
 from tests.megarl.small_batches import build
+from tests.megarl.small_pairs import draw_units
 from tests.tiny_model import assert_relatively_close, draw_sequences, hf_gradients
 
 LAYOUTS = {
@@ -104,13 +106,42 @@ def test_a_shared_prompt_is_counted_once(workers):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 20])
-def test_ranks_get_whole_groups_while_all_have_work(num_ranks):
+def test_every_sample_has_one_rank_and_no_rank_is_idle(num_ranks):
     samples = make_groups()
     spread = spread_samples(samples, num_ranks, share_prompts=True)
     assert sorted(index for rank in spread for index in rank) == list(range(8))
     assert sum(bool(rank) for rank in spread) == min(num_ranks, 8 if num_ranks > 7 else num_ranks)
-    if num_ranks <= 3:
-        homes = [
-            {rank for rank, mine in enumerate(spread) for i in mine if samples[i].prompt_id == n} for n in range(3)
-        ]
-        assert [len(home) for home in homes] == [1, 1, 1]
+
+
+def long_groups(num_groups: int) -> list[Sample]:
+    """Groups of 8 responses of 100 tokens to prompts of 5."""
+    one = Sample(0, 0, [], [1] * 100, torch.zeros(100), score=0.0, truncated=False)
+    return [replace(one, prompt_id=n, sample_index=i, prompt=[n] * 5) for n in range(num_groups) for i in range(8)]
+
+
+@pytest.mark.parametrize(("num_groups", "num_ranks", "whole"), [(4, 2, True), (9, 8, False)])
+def test_groups_are_cut_only_where_ranks_would_wait_otherwise(num_groups, num_ranks, whole):
+    """4 groups on 2 ranks stay whole; 9 on 8 ranks would leave one rank with twice the work of the others."""
+    samples = long_groups(num_groups)
+    spread = spread_samples(samples, num_ranks, share_prompts=True)
+    homes = {(samples[index].prompt_id, rank) for rank, mine in enumerate(spread) for index in mine}
+    assert (len(homes) == num_groups) == whole
+    assert max(len(mine) for mine in spread) <= 1.2 * len(samples) / num_ranks
+
+
+@pytest.mark.parametrize("max_tokens", [11, 100], ids=["cut", "whole"])
+def test_rows_of_a_pair_keep_their_own_prompts(workers, max_tokens):
+    """A row that is too long loses the start of its prompt: then the pair has two prompts, and nothing is shared."""
+    unit = draw_units(max_tokens=max_tokens)[4]
+    assert [len(sample.prompt) for sample in unit] == ([4, 2] if max_tokens == 11 else [4, 4])
+    ((pack,),) = workers.run(pair_packs, 1, [unit])
+    assert pack.tokens[pack.scored].tolist() == [*unit[0].response, *unit[1].response]
+    starts = pack.cu_seqlens.tolist()
+    answers = [number for number, parent in enumerate(pack.parents.tolist()) if parent != number]
+    for answer, sample in zip(answers, unit, strict=True):
+        parent = int(pack.parents[answer])
+        assert pack.tokens[starts[parent] : starts[parent + 1]].tolist() == list(sample.prompt)
+
+
+def pair_packs(world: World, units: list) -> list:
+    return pack_pairs(units, 100, build_mesh(Layout(), world), share_prompts=True)[0]

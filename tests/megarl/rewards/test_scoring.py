@@ -39,6 +39,17 @@ def test_a_rule_of_a_file_named_like_a_module_doesnt_take_its_place(tmp_path):
     assert sys.modules["fractions"].Fraction is Fraction
 
 
+def test_a_rule_that_ends_the_process_is_an_error(tmp_path):
+    """Status 0 without a model would look like success."""
+    file = tmp_path / "ends.py"
+    file.write_text("import sys\n\ndef rule(prompt, response, answer):\n    sys.exit(0)\n")
+    with pytest.raises(RuntimeError, match=r"the reward failed on a response to prompt 3: SystemExit\(0\)"):
+        score_response(load_reward(f"{file}:rule"), 3, "p", "r", "a")
+    file.write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ValueError, match=r"cannot be loaded: SystemExit\(0\)"):
+        load_reward(f"{file}:rule")
+
+
 def test_unknown_rules_are_refused_with_what_is_allowed(tmp_path):
     file = tmp_path / "rules.py"
     file.write_text("LIMIT = 3\n\ndef two_arguments(prompt, response):\n    return 1.0\n")
