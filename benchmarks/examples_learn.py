@@ -85,7 +85,7 @@ EXAMPLES = {
         least_rise=0.5,
         least_end=0.9,
     ),
-    "reward_model": Example((*PAIRS, "--num-steps", "150"), summary_pair("accuracy"), least_rise=0.1, least_end=0.95),
+    "reward_model": Example((*PAIRS, "--num-steps", "150"), summary_pair("accuracy"), least_rise=0.2, least_end=0.9),
 }
 
 

@@ -5,7 +5,6 @@ One process; one parameter is in memory at a time.
 
 from __future__ import annotations
 
-import logging
 import math
 import shutil
 import time
@@ -19,15 +18,21 @@ import torch
 from torch import Tensor
 
 from megarl.progress import Progress
-from parallel.hf_folder import Source, TensorInfo, copy_companions, open_source, plan_shards, write_shards
+from parallel.hf_folder import (
+    Source,
+    TensorInfo,
+    appears_whole,
+    copy_companions,
+    open_source,
+    plan_shards,
+    write_shards,
+)
 from parallel.hf_tensors import all_rules
 from parallel.mesh import Layout
 from parallel.model import Head
 from parallel.qwen import QwenShape, read_shape
 from parallel.stored_weights import HF_PART, StoredTensor, StoredWeights, stored_tensors, write_checkpoint
 from parallel.weights import SCORE, check_hf, has_scalar_head
-
-logger = logging.getLogger(__name__)
 
 MEGABYTE = 10**6
 SPARE = 1.01
@@ -70,14 +75,10 @@ def to_hf(source: Path, target: Path, max_shard_bytes: int) -> None:
     ]
     size = sum(info.num_bytes for info in infos)
     _check_space(target, size)
-    partial = target.parent / f".{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # left by a conversion that was killed
-    partial.mkdir(parents=True)
-    with _progress("to-hf", size) as report:
-        write_shards(partial, _reported(weights, report), plan_shards(infos, max_shard_bytes))
-    shutil.copyfile(source / HF_PART / "config.json", partial / "config.json")
-    copy_companions(source / HF_PART, partial)
-    partial.replace(target)
+    with appears_whole(target) as folder, _progress("to-hf", size) as report:
+        write_shards(folder, _reported(weights, report), plan_shards(infos, max_shard_bytes))
+        shutil.copyfile(source / HF_PART / "config.json", folder / "config.json")
+        copy_companions(source / HF_PART, folder)
 
 
 def _reported(weights: StoredWeights, report: Report) -> Iterator[tuple[str, Tensor]]:

@@ -174,6 +174,17 @@ def _write_safetensors(path: Path, tensors: Iterator[tuple[str, Tensor]], infos:
         os.fsync(file.fileno())
 
 
+@contextmanager
+def appears_whole(target: Path) -> Iterator[Path]:
+    """Give a hidden folder beside `target` to write into, which takes its name when all is written. A process that is
+    killed leaves only the hidden one, which the next attempt removes."""
+    partial = target.parent / f".{target.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    partial.replace(target)
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write JSON as transformers does (indented, with a final newline)."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

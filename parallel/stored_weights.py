@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from parallel.hf_folder import Source, copy_companions
+from parallel.hf_folder import Source, appears_whole, copy_companions
 from parallel.hf_tensors import Rule, assemble, fuse, tensor_rules
 from parallel.qwen import QwenShape, padded_vocab_size, read_shape
 
@@ -168,18 +168,15 @@ def write_checkpoint(
         ValueError: the tensors of one parameter differ in dtype.
     """
     planner = _Planner(stored_tensors(shape, head), source, progress)
-    partial = target.parent / f".{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # left by a conversion that was killed
-    partial.mkdir(parents=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group, which is meant
-        save({}, storage_writer=FileSystemWriter(str(partial)), planner=planner, no_dist=True)
-    torch.save({}, partial / "common.pt")
-    (partial / HF_PART).mkdir()
-    shutil.copyfile(source_folder / "config.json", partial / HF_PART / "config.json")
-    copy_companions(source_folder, partial / HF_PART)
-    (partial / "metadata.json").write_text(json.dumps(BACKEND), encoding="utf-8")
-    partial.replace(target)
+    with appears_whole(target) as folder:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group, which is meant
+            save({}, storage_writer=FileSystemWriter(str(folder)), planner=planner, no_dist=True)
+        torch.save({}, folder / "common.pt")
+        (folder / HF_PART).mkdir()
+        shutil.copyfile(source_folder / "config.json", folder / HF_PART / "config.json")
+        copy_companions(source_folder, folder / HF_PART)
+        (folder / "metadata.json").write_text(json.dumps(BACKEND), encoding="utf-8")
 
 
 class StoredWeights:

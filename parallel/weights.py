@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.hf_folder import TensorInfo, copy_companions, open_source, plan_shards, write_json, write_shards
+from parallel.hf_folder import (
+    TensorInfo,
+    appears_whole,
+    copy_companions,
+    open_source,
+    plan_shards,
+    write_json,
+    write_shards,
+)
 from parallel.hf_tensors import LAYER, Rule, all_rules, assemble, fuse, tensor_rules
 from parallel.mesh import Mesh
 from parallel.model import Head, QwenModel
@@ -207,14 +214,11 @@ def _write(
         for rule in all_rules(model.shape, model.head).values()
         for name, size in rule.tensors.items()
     ]
-    partial = target.parent / f".{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
-    partial.mkdir(parents=True)
-    write_shards(partial, tensors, plan_shards(infos, max_shard_bytes))
-    _write_config(partial / "config.json", model, source)
-    if source is not None:
-        copy_companions(Path(source), partial)
-    partial.replace(target)
+    with appears_whole(target) as folder:
+        write_shards(folder, tensors, plan_shards(infos, max_shard_bytes))
+        _write_config(folder / "config.json", model, source)
+        if source is not None:
+            copy_companions(Path(source), folder)
 
 
 def _write_config(path: Path, model: QwenModel, source: str | Path | None) -> None:
