@@ -19,13 +19,13 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.recipes import Recipe
 from megarl.rewards.scoring import load_reward
 from megarl.tracking import WandbMode, check_wandb
+from parallel.hf_checks import check_hf, has_scalar_head
+from parallel.hf_tensors import SCORE, Head
 from parallel.mesh import Layout
-from parallel.model import Head
 from parallel.optimizer import OptimizerSettings
 from parallel.options import option
 from parallel.qwen import QwenShape, read_shape
 from parallel.reshard import check_inference_layout
-from parallel.weights import SCORE, check_hf, has_scalar_head
 from rollout.memory import least_cache_tokens
 
 

@@ -1,6 +1,6 @@
 """Conversion of weights between Hugging Face folders and checkpoints, their comparison and description.
 
-One process; one parameter is in memory at a time.
+One process; pieces of some rows are in memory, never the model.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megarl.progress import Progress
+from parallel.hf_checks import check_hf, has_scalar_head
 from parallel.hf_folder import (
     Source,
     TensorInfo,
@@ -27,12 +28,11 @@ from parallel.hf_folder import (
     plan_shards,
     write_shards,
 )
-from parallel.hf_tensors import all_rules
+from parallel.hf_tensors import SCORE, Head, all_rules
 from parallel.mesh import Layout
-from parallel.model import Head
 from parallel.qwen import QwenShape, read_shape
-from parallel.stored_weights import HF_PART, StoredTensor, StoredWeights, stored_tensors, write_checkpoint
-from parallel.weights import SCORE, check_hf, has_scalar_head
+from parallel.stored_weights import HF_PART, StoredWeights, stored_tensors
+from parallel.stored_writer import write_checkpoint
 
 MEGABYTE = 10**6
 SPARE = 1.01
@@ -68,82 +68,46 @@ def to_hf(source: Path, target: Path, max_shard_bytes: int) -> None:
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_size: got {max_shard_bytes}, allowed: from 1 byte")
     weights = StoredWeights(source)
-    infos = [
-        TensorInfo(name, size, weights.dtype(stored))
-        for stored in stored_tensors(weights.shape, weights.head)
-        for name, size in stored.rule.tensors.items()
-    ]
+    infos = [weights.info(name) for name in weights.names]
     size = sum(info.num_bytes for info in infos)
     _check_space(target, size)
     with appears_whole(target) as folder, _progress("to-hf", size) as report:
-        write_shards(folder, _reported(weights, report), plan_shards(infos, max_shard_bytes))
+        write_shards(folder, _reported(weights, infos, report), plan_shards(infos, max_shard_bytes))
         shutil.copyfile(source / HF_PART / "config.json", folder / "config.json")
         copy_companions(source / HF_PART, folder)
 
 
-def _reported(weights: StoredWeights, report: Report) -> Iterator[tuple[str, Tensor]]:
-    for stored in stored_tensors(weights.shape, weights.head):
-        for name, tensor in weights.tensors(stored).items():
-            yield name, tensor
-            report(tensor.nbytes)
+def _reported(weights: StoredWeights, infos: list[TensorInfo], report: Report) -> Iterator[tuple[str, Tensor]]:
+    for info in infos:
+        for start, stop in info.pieces():
+            rows = weights.rows(info.name, start, stop)
+            yield info.name, rows
+            report(rows.nbytes)
 
 
 class Weights(Protocol):
     """The tensors of a folder or a checkpoint under their Hugging Face names."""
 
-    shape: QwenShape
-
-    def names(self) -> list[str]: ...
-    def read(self, name: str) -> Tensor: ...
-
-
-class _Folder:
-    """A Hugging Face folder as `Weights`."""
-
-    def __init__(self, shape: QwenShape, source: Source):
-        self.shape = shape
-        self.source = source
-
-    def names(self) -> list[str]:
-        return sorted(self.source.names)
-
-    def read(self, name: str) -> Tensor:
-        return self.source.whole(name)
-
-
-class _Checkpoint:
-    """A checkpoint as `Weights`; tensors of one parameter are best read one after the other."""
-
-    def __init__(self, stored: StoredWeights):
-        self.shape = stored.shape
-        self.stored = stored
-        self.owners: dict[str, StoredTensor] = {
-            name: item for item in stored_tensors(stored.shape, stored.head) for name in item.rule.tensors
-        }
-        self.latest: dict[str, Tensor] = {}
-
-    def names(self) -> list[str]:
-        return sorted(self.owners)
-
-    def read(self, name: str) -> Tensor:
-        if name not in self.latest:
-            self.latest = self.stored.tensors(self.owners[name])
-        return self.latest[name]
+    @property
+    def names(self) -> Collection[str]: ...
+    def info(self, name: str) -> TensorInfo: ...
+    def rows(self, name: str, start: int, stop: int) -> Tensor: ...
 
 
 @contextmanager
-def open_weights(path: Path) -> Iterator[Weights]:
+def open_weights(path: Path) -> Iterator[tuple[QwenShape, Weights]]:
     """Open a Hugging Face folder or a checkpoint.
 
     Raises:
         ValueError: it is neither, or broken.
     """
     if (path / "metadata.json").is_file():
-        yield _Checkpoint(StoredWeights(path))
+        stored = StoredWeights(path)
+        yield stored.shape, stored
         return
     shape, _ = check_folder(path)
     with open_source(path) as source:
-        yield _Folder(shape, source)
+        yield shape, source
 
 
 @dataclass(frozen=True)
@@ -156,38 +120,41 @@ class Difference:
 
 def differences(left: Path, right: Path) -> Iterator[Difference]:
     """Compare two models tensor by tensor; yields what isn't equal bit for bit, as it is found."""
-    with open_weights(left) as one, open_weights(right) as other:
-        ours, theirs = one.names(), other.names()
-        for name in sorted(set(ours) ^ set(theirs)):
-            yield Difference(name, f"only in {left if name in set(ours) else right}")
-        both = [name for name in ours if name in set(theirs)]
+    with open_weights(left) as (_, one), open_weights(right) as (_, other):
+        for name in sorted(set(one.names) ^ set(other.names)):
+            yield Difference(name, f"only in {left if name in one.names else right}")
+        both = [name for name in one.names if name in other.names]
         with Progress("verify", len(both), rank=0) as progress:
             for number, name in enumerate(both, 1):
-                what = compare(one.read(name), other.read(name))
+                what = compare(name, one, other)
                 if what:
                     yield Difference(name, what)
                 progress.update(number, {})
 
 
-def compare(left: Tensor, right: Tensor) -> str:
-    """Say how two tensors differ; nothing if they are equal bit for bit."""
+def compare(name: str, one: Weights, other: Weights) -> str:
+    """Say how a tensor differs on two sides; nothing if it is equal bit for bit."""
+    left, right = one.info(name), other.info(name)
     if left.shape != right.shape:
         return f"shape {list(left.shape)} against {list(right.shape)}"
     if left.dtype != right.dtype:
         return f"dtype {left.dtype} against {right.dtype}"
-    if torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)):
-        return ""
-    unequal = int((left != right).sum())
-    largest = (left.float() - right.float()).abs().max().item()
-    return f"{unequal} of {left.numel()} values, by up to {largest:.3g}"
+    number, largest = 0, 0.0
+    for start, stop in left.pieces():
+        rows, others = one.rows(name, start, stop), other.rows(name, start, stop)
+        bits = [each.view(torch.int16 if left.dtype.itemsize == 2 else torch.int32) for each in (rows, others)]
+        if not torch.equal(*bits):
+            number += int((bits[0] != bits[1]).sum())
+            largest = max(largest, (rows.float() - others.float()).abs().nan_to_num(math.inf).max().item())
+    return f"{number} of {math.prod(left.shape)} values, by up to {largest:.3g}" if number else ""
 
 
 def describe(path: Path) -> list[tuple[str, str]]:
     """Say what a folder or checkpoint holds, and which layouts fit: (what, value) in order."""
-    with open_weights(path) as weights:
-        shape, names = weights.shape, weights.names()
-        dtype = weights.read("model.norm.weight").dtype
-        kind = "checkpoint" if isinstance(weights, _Checkpoint) else "Hugging Face folder"
+    with open_weights(path) as (shape, weights):
+        names = weights.names
+        dtype = weights.info("model.norm.weight").dtype
+        kind = "checkpoint" if isinstance(weights, StoredWeights) else "Hugging Face folder"
     stated = all_rules(shape, "scalar" if SCORE in names else "lm").values()
     parameters = {name: size for rule in stated for name, size in rule.tensors.items()}
     num_parameters = sum(math.prod(size) for size in parameters.values())

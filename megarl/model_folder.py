@@ -7,10 +7,11 @@ from pathlib import Path
 
 from megarl.config import DTYPES, check_vocabulary
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, stop_token_ids
+from parallel.hf_checks import check_hf
 from parallel.mesh import Layout, Mesh
 from parallel.model import QwenModel, build_model
 from parallel.qwen import QwenShape, read_shape
-from parallel.weights import check_hf, import_hf
+from parallel.weights import import_hf
 
 
 @dataclass(frozen=True)

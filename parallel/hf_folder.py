@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,22 +19,52 @@ from torch import Tensor
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-FLOAT_DTYPES = tuple(DTYPE_NAMES.values())
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json")
 COMPANION_FOLDERS = ("additional_chat_templates",)
+PIECE_BYTES = 2**24
+"""Of rows that are read or written at once. The C library uses memory again from one piece to the next up to 32 MiB;
+larger ones get fresh pages from the system each time, which takes longer than copying."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor in a file, or one that is going to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Yield the first row and the row after the last of pieces of at most `PIECE_BYTES`, or of one row."""
+        rows = self.shape[0]
+        step = max(1, PIECE_BYTES * rows // max(self.num_bytes, 1))
+        for start in range(0, rows, step):
+            yield start, min(start + step, rows)
 
 
 class Source:
-    """The tensors of a folder's safetensors files, as the files themselves list them (an index may be wrong)."""
+    """The tensors of a folder's safetensors files, as the files themselves list them (an index may be wrong).
 
-    def __init__(self, files: dict[str, Any]):
-        """`files` holds open safetensors files by name."""
+    The library reads slices through mapped memory, whose pages stay with the process; `fill` reads rows without.
+    """
+
+    def __init__(self, files: dict[Path, tuple[Any, BinaryIO]]):
+        """`files` holds files opened by the safetensors library, and plainly, by path."""
         self._files: dict[str, Any] = {}
-        for file_name, file in files.items():
+        self._places: dict[str, tuple[int, int]] = {}  # file descriptor and first byte
+        for path, (file, plain) in files.items():
+            length = int.from_bytes(plain.read(8), "little")
+            header = json.loads(plain.read(length))
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 if name in self._files:
-                    raise ValueError(f"tensor {name} is in two files, {file_name} and another; allowed: one")
+                    raise ValueError(f"tensor {name} is in two files, {path.name} and another; allowed: one")
                 self._files[name] = file
+                self._places[name] = plain.fileno(), 8 + length + header[name]["data_offsets"][0]
 
     @property
     def names(self) -> set[str]:
@@ -53,16 +83,42 @@ class Source:
             found = self._files[name].get_slice(name)
             if tuple(found.get_shape()) != shape:
                 raise ValueError(f"tensor {name} has shape {list(found.get_shape())}; expected {list(shape)}")
-            if found.get_dtype() not in FLOAT_DTYPES:
-                raise ValueError(f"tensor {name} has dtype {found.get_dtype()}; allowed: {', '.join(FLOAT_DTYPES)}")
+            if found.get_dtype() not in DTYPES:
+                raise ValueError(_wrong_dtype(name, found.get_dtype()))
 
     def read(self, name: str, bounds: tuple[slice, ...]) -> Tensor:
         """Return one part of a tensor, on the CPU in the file's dtype; reads no more than that part."""
         return self._files[name].get_slice(name)[bounds]
 
-    def whole(self, name: str) -> Tensor:
-        """Return a whole tensor, on the CPU in the file's dtype."""
-        return self._files[name].get_tensor(name)
+    def info(self, name: str) -> TensorInfo:
+        """Return shape and dtype of a tensor.
+
+        Raises:
+            ValueError: it isn't of floating point.
+        """
+        found = self._files[name].get_slice(name)
+        dtype = DTYPES.get(found.get_dtype())
+        if dtype is None:
+            raise ValueError(_wrong_dtype(name, found.get_dtype()))
+        return TensorInfo(name, tuple(found.get_shape()), dtype)
+
+    def fill(self, name: str, start: int, out: Tensor) -> None:
+        """Read rows of a tensor, from `start` on, into a contiguous one of its dtype. Threads may call it."""
+        descriptor, offset = self._places[name]
+        left = memoryview(out.view(torch.uint8).flatten().numpy().data)
+        offset += start * (len(left) // len(out))
+        while left:
+            read = os.preadv(descriptor, [left], offset)
+            if read == 0:
+                raise ValueError(f"tensor {name} is cut off")
+            offset, left = offset + read, left[read:]
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows of a tensor, on the CPU in the file's dtype."""
+        info = self.info(name)
+        out = torch.empty(stop - start, *info.shape[1:], dtype=info.dtype)
+        self.fill(name, start, out)
+        return out
 
     def dtype_of(self, names: Iterable[str]) -> torch.dtype:
         """Return the one dtype of some tensors.
@@ -73,7 +129,7 @@ class Source:
         found = {name: self._files[name].get_slice(name).get_dtype() for name in names}
         if len(set(found.values())) > 1:
             raise ValueError(f"tensors {found}: they differ in dtype, allowed: one, as they become one parameter")
-        return next(dtype for dtype, name in DTYPE_NAMES.items() if name in found.values())
+        return DTYPES[next(iter(found.values()))]
 
 
 @contextmanager
@@ -84,8 +140,14 @@ def open_source(folder: str | Path) -> Iterator[Source]:
         ValueError: there is no such file, the index names a missing file, or two files hold the same tensor.
     """
     with ExitStack() as stack:
-        paths = weight_files(Path(folder))
-        yield Source({path.name: stack.enter_context(_open(path)) for path in paths})
+        files: dict[Path, tuple[Any, BinaryIO]] = {}
+        for path in weight_files(Path(folder)):
+            files[path] = stack.enter_context(_open(path)), stack.enter_context(path.open("rb"))
+        yield Source(files)
+
+
+def _wrong_dtype(name: str, dtype: str) -> str:
+    return f"tensor {name} has dtype {dtype}; allowed: {', '.join(DTYPES)}"
 
 
 def _open(path: Path) -> Any:
@@ -115,19 +177,6 @@ def weight_files(folder: Path) -> list[Path]:
     return found
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor that is going to be written."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 def plan_shards(tensors: Iterable[TensorInfo], max_shard_bytes: int) -> list[list[TensorInfo]]:
     """Cut tensors in order into files of at most `max_shard_bytes`, or of one larger tensor."""
     shards: list[list[TensorInfo]] = []
@@ -141,21 +190,21 @@ def plan_shards(tensors: Iterable[TensorInfo], max_shard_bytes: int) -> list[lis
     return shards
 
 
-def write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], plan: Sequence[Sequence[TensorInfo]]) -> None:
-    """Write tensors, which come in the order of the plan, as they come: one is held at a time. Several files get an
-    index. Everything is on the disk when it returns."""
+def write_shards(folder: Path, rows: Iterator[tuple[str, Tensor]], plan: Sequence[Sequence[TensorInfo]]) -> None:
+    """Write tensors, which come in the order of the plan, each whole or as pieces of its rows in order, as they come:
+    one is held at a time. Several files get an index. Everything is on the disk when it returns."""
     weight_map: dict[str, str] = {}
     for number, infos in enumerate(plan, 1):
         file_name = SINGLE_FILE if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
-        _write_safetensors(folder / file_name, islice(tensors, len(infos)), infos)
+        _write_safetensors(folder / file_name, rows, infos)
         weight_map |= {info.name: file_name for info in infos}
-    assert next(tensors, None) is None, "more tensors than planned"
+    assert next(rows, None) is None, "more tensors than planned"
     if len(plan) > 1:
         total_size = sum(info.num_bytes for infos in plan for info in infos)
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
-def _write_safetensors(path: Path, tensors: Iterator[tuple[str, Tensor]], infos: Sequence[TensorInfo]) -> None:
+def _write_safetensors(path: Path, rows: Iterator[tuple[str, Tensor]], infos: Sequence[TensorInfo]) -> None:
     """Write one file: the length of the header, the header, the tensors' bytes (the format's own README). The library
     itself writes only what is in memory as a whole."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -165,13 +214,32 @@ def _write_safetensors(path: Path, tensors: Iterator[tuple[str, Tensor]], infos:
         header[info.name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": info.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for info, (name, tensor) in zip(infos, tensors, strict=True):
-            assert (name, tuple(tensor.shape), tensor.dtype) == (info.name, info.shape, info.dtype), "not as planned"
-            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-        file.flush()
+    with path.open("wb", buffering=0) as file:
+        _write_all(file, len(text).to_bytes(8, "little") + text)
+        for info in infos:
+            for piece in _rows_of(info, rows):
+                _write_all(file, piece.contiguous().flatten().view(torch.uint8).numpy().data)
         os.fsync(file.fileno())
+
+
+def _rows_of(info: TensorInfo, rows: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
+    """Take the pieces of one tensor."""
+    left = math.prod(info.shape)
+    while True:
+        name, piece = next(rows, ("nothing more", torch.empty(0)))
+        left -= piece.numel()
+        as_planned = (name, piece.dtype, piece.shape[1:]) == (info.name, info.dtype, info.shape[1:])
+        assert as_planned, f"not as planned: {name}"
+        assert left >= 0, f"not as planned: too many rows of {name}"
+        yield piece
+        if left == 0:
+            return
+
+
+def _write_all(file: FileIO, data: bytes | memoryview) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 @contextmanager

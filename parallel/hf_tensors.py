@@ -7,14 +7,18 @@ even part of a group's rows.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from parallel.qwen import QwenShape
 
+Head = Literal["lm", "scalar"]
+SCORE = "score.weight"
+"""Name of the matrix of a scalar head."""
 Read = Callable[[str, tuple[slice, ...]], Tensor]
 """(tensor name, a slice per dimension) -> that part of the tensor."""
 
@@ -82,7 +86,7 @@ def tensor_rules(shape: QwenShape, head: str) -> dict[str, Rule]:
 
 def _output_rule(shape: QwenShape, head: str, embedding: Rule) -> Rule:
     if head == "scalar":
-        return Rule({"score.weight": (1, shape.hidden_size)})
+        return Rule({SCORE: (1, shape.hidden_size)})
     if shape.tie_word_embeddings:
         return embedding
     return Rule({"lm_head.weight": (shape.vocab_size, shape.hidden_size)}, split_dim=0, padded=True)
@@ -142,6 +146,36 @@ def assemble(rule: Rule, shards: list[Tensor]) -> dict[str, Tensor]:
         pieces = [[p.flatten(0, 1) for p in shard.unflatten(0, (blocks, -1)).split(sizes, 1)] for shard in shards]
     whole = [torch.cat(parts, dim=rule.split_dim) for parts in zip(*pieces, strict=True)]
     return {name: tensor[:size] for name, tensor, size in zip(rule.tensors, whole, rows, strict=True)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows `start` to `stop` of a whole parameter, which are rows of a tensor from `first` on (no name: zeros)."""
+
+    name: str | None
+    first: int
+    start: int
+    stop: int
+
+
+def row_runs(rule: Rule, num_rows: int) -> list[Run]:
+    """Return the rows of a whole parameter in order; what exceeds its tensors pads it."""
+    runs = []
+    end, blocks = 0, max(rule.groups, 1)
+    for block in range(blocks):
+        for name, size in rule.tensors.items():
+            rows = size[0] // blocks
+            runs.append(Run(name, block * rows, end, end + rows))
+            end += rows
+    return [*runs, Run(None, 0, end, num_rows)] if end < num_rows else runs
+
+
+def cut_runs(runs: Iterable[Run], start: int, stop: int) -> Iterator[Run]:
+    """Yield the parts of runs between two rows of the parameter."""
+    for run in runs:
+        low, high = max(run.start, start), min(run.stop, stop)
+        if low < high:
+            yield Run(run.name, run.first + low - run.start, low, high)
 
 
 def _sharers(rule: Rule, tensor_size: int) -> int:

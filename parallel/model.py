@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -12,12 +12,11 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
+from parallel.hf_tensors import Head
 from parallel.layers import block_spec
 from parallel.mesh import Mesh
 from parallel.pack import Pack
 from parallel.qwen import QwenShape, padded_vocab_size, rotary_angles, transformer_config
-
-Head = Literal["lm", "scalar"]
 
 
 class QwenModel(GPTModel):

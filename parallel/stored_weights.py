@@ -1,4 +1,4 @@
-"""A model's weights as a checkpoint in megatron-core's `torch_dist` format, by one process, one tensor at a time.
+"""A model's weights as a checkpoint in megatron-core's `torch_dist` format: what is in it, and reading by one process.
 
 Every layout loads it (`megatron.core.dist_checkpointing`), whatever layout wrote it; megatron-core gives a parameter
 the same key with either layer spec. The files are those of `torch.distributed.checkpoint`. Their `.metadata` is a
@@ -11,38 +11,27 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import pickle
-import shutil
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner, save
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from parallel.hf_folder import Source, appears_whole, copy_companions
-from parallel.hf_tensors import Rule, assemble, fuse, tensor_rules
+from parallel.hf_folder import TensorInfo
+from parallel.hf_tensors import Head, Rule, Run, row_runs, tensor_rules
 from parallel.qwen import QwenShape, padded_vocab_size, read_shape
 
 HF_PART = "huggingface"
 """Subfolder with config.json, the tokenizer and the other companion files."""
-BACKEND = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
 SAFE_CLASSES = {
     "builtins": {"set"},
     "collections": {"OrderedDict"},
@@ -60,8 +49,8 @@ SAFE_CLASSES = {
     "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
 }
 """What a `.metadata` may be made of, by module; and any dtype of torch."""
-Progress = Callable[[int], None]
-"""Told how many bytes more are done."""
+HELD_BYTES = 2**29
+"""Of a checkpoint's chunks that are held for the rows still to be read from them."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +64,14 @@ class StoredTensor:
     num_layers: int
 
     @property
+    def runs(self) -> list[Run]:
+        """Where its rows come from."""
+        return row_runs(self.rule, self.shape[0])
+
+    @property
     def size(self) -> tuple[int, ...]:
         """Of the stored tensor, all layers together."""
         return self.shape if self.layer is None else (self.num_layers, *self.shape)
-
-    @property
-    def chunk_shape(self) -> tuple[int, ...]:
-        """Of the whole parameter as a chunk of the stored tensor."""
-        return self.shape if self.layer is None else (1, *self.shape)
 
 
 def stored_tensors(shape: QwenShape, head: str = "lm") -> list[StoredTensor]:
@@ -107,78 +96,6 @@ def stored_tensors(shape: QwenShape, head: str = "lm") -> list[StoredTensor]:
     return stored
 
 
-class _Planner(SavePlanner):
-    """Tells torch's writer what to write, and makes each tensor when its turn comes."""
-
-    def __init__(self, stored: list[StoredTensor], source: Source, progress: Progress):
-        self.stored = {(item.key, item.layer): item for item in stored}
-        self.source = source
-        self.items = [self._item(item) for item in stored]
-        self.progress = progress
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        pass
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan(self.items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        tensors: dict[str, TensorStorageMetadata] = {}
-        for item in all_plans[0].items:
-            data = item.tensor_data
-            assert data is not None
-            empty = TensorStorageMetadata(data.properties, data.size, [])
-            tensors.setdefault(item.index.fqn, empty).chunks.append(data.chunk)
-        return all_plans, Metadata(tensors)  # type: ignore[arg-type]
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        offset = write_item.index.offset
-        assert offset is not None
-        item = self.stored.get((write_item.index.fqn, None)) or self.stored[write_item.index.fqn, offset[0]]
-        like = torch.empty(item.shape, device="meta")
-        tensor = fuse(item.rule, self.source.read, 0, 1, like).reshape(item.chunk_shape).contiguous()
-        self.progress(tensor.nbytes)
-        return tensor
-
-    def _item(self, item: StoredTensor) -> WriteItem:
-        offsets = torch.Size([item.layer or 0, *([0] * (len(item.chunk_shape) - 1))])
-        return WriteItem(
-            index=MetadataIndex(item.key, offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(offsets, torch.Size(item.chunk_shape)),
-                properties=TensorProperties(dtype=self.source.dtype_of(item.rule.tensors)),
-                size=torch.Size(item.size),
-            ),
-        )
-
-
-def write_checkpoint(
-    target: Path, source_folder: Path, source: Source, shape: QwenShape, head: str, progress: Progress
-) -> None:
-    """Write a checkpoint of a folder's weights, in their dtype; it appears at `target` when it is whole and on disk.
-
-    Args:
-        source: the opened weights of `source_folder`, checked against `shape`.
-
-    Raises:
-        ValueError: the tensors of one parameter differ in dtype.
-    """
-    planner = _Planner(stored_tensors(shape, head), source, progress)
-    with appears_whole(target) as folder:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group, which is meant
-            save({}, storage_writer=FileSystemWriter(str(folder)), planner=planner, no_dist=True)
-        torch.save({}, folder / "common.pt")
-        (folder / HF_PART).mkdir()
-        shutil.copyfile(source_folder / "config.json", folder / HF_PART / "config.json")
-        copy_companions(source_folder, folder / HF_PART)
-        (folder / "metadata.json").write_text(json.dumps(BACKEND), encoding="utf-8")
-
-
 class StoredWeights:
     """The weights of a checkpoint on disk.
 
@@ -198,17 +115,38 @@ class StoredWeights:
             )
         self._metadata = _read_metadata(folder / ".metadata")
         self.shape = read_shape(folder / HF_PART)
+        self._held: dict[MetadataIndex, Tensor] = {}
         output = self._metadata.state_dict_metadata.get("output_layer.weight")
         is_scalar = isinstance(output, TensorStorageMetadata) and tuple(output.size) == (1, self.shape.hidden_size)
-        self.head = "scalar" if is_scalar else "lm"
+        self.head: Head = "scalar" if is_scalar else "lm"
+        self._owners = {name: item for item in stored_tensors(self.shape, self.head) for name in item.rule.tensors}
         self._check()
 
-    def tensors(self, stored: StoredTensor) -> dict[str, Tensor]:
-        """Return the Hugging Face tensors of a parameter, read from disk now."""
-        return assemble(stored.rule, [self._read(stored)])
+    @property
+    def names(self) -> list[str]:
+        """Hugging Face names of the tensors, in the order of the checkpoint."""
+        return list(self._owners)
 
-    def dtype(self, stored: StoredTensor) -> torch.dtype:
-        return self._metadata.state_dict_metadata[stored.key].properties.dtype  # type: ignore[union-attr]
+    def info(self, name: str) -> TensorInfo:
+        """Return a Hugging Face tensor's shape and dtype."""
+        stored = self._owners[name]
+        return TensorInfo(name, stored.rule.tensors[name], self._found(stored.key).properties.dtype)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows of a Hugging Face tensor, read from disk now."""
+        info, stored = self.info(name), self._owners[name]
+        out = torch.empty(stop - start, *info.shape[1:], dtype=info.dtype)
+        for run in stored.runs:
+            low, high = max(run.first, start), min(run.first + run.stop - run.start, stop)
+            if run.name == name and low < high:
+                self._copy(stored, run.start + low - run.first, out[low - start : high - start])
+        return out
+
+    def _found(self, key: str) -> TensorStorageMetadata:
+        found = self._metadata.state_dict_metadata.get(key)
+        if not isinstance(found, TensorStorageMetadata):
+            raise ValueError(f"tensor {key} is missing in {str(self.folder)!r}")
+        return found
 
     def _check(self) -> None:
         """Check that every parameter is there, whole, in files that are long enough."""
@@ -219,36 +157,44 @@ class StoredWeights:
             path = self.folder / name
             if not path.is_file() or path.stat().st_size < end:
                 raise ValueError(f"{path} is missing or cut off; expected {end} bytes")
-        for stored in stored_tensors(self.shape, self.head):
-            found = self._metadata.state_dict_metadata.get(stored.key)
-            if not isinstance(found, TensorStorageMetadata):
-                raise ValueError(f"tensor {stored.key} is missing in {str(self.folder)!r}")
+        for stored in {item.key: item for item in self._owners.values()}.values():
+            found = self._found(stored.key)
             size, expected = list(found.size), list(stored.size)
             if stored.rule.padded:  # by how many rows depends on the layout that wrote it
                 del size[0], expected[0]
             if size != expected:
                 raise ValueError(f"tensor {stored.key} has shape {list(found.size)}; expected {list(stored.size)}")
+            held = sum(math.prod(chunk.sizes) for chunk in found.chunks)
+            if held != math.prod(found.size):
+                raise ValueError(f"tensor {stored.key}: its chunks hold {held} of {math.prod(found.size)} values")
 
-    def _read(self, stored: StoredTensor) -> Tensor:
-        """Return the whole parameter, put together from its chunks."""
-        found = self._metadata.state_dict_metadata[stored.key]
-        assert isinstance(found, TensorStorageMetadata)
+    def _copy(self, stored: StoredTensor, start: int, out: Tensor) -> None:
+        """Copy rows of a parameter, from `start` on, out of the chunks that hold them."""
         skip = len(stored.size) - len(stored.shape)
-        chunks = [chunk for chunk in found.chunks if stored.layer is None or chunk.offsets[0] == stored.layer]
-        if len(chunks) == 1:
-            return self._chunk(stored, chunks[0]).reshape(chunks[0].sizes[skip:])
-        whole = torch.empty(found.size[skip:], dtype=found.properties.dtype)
-        for chunk in chunks:
-            spans = zip(chunk.offsets[skip:], chunk.sizes[skip:], strict=True)
-            place = tuple(slice(start, start + size) for start, size in spans)
-            whole[place] = self._chunk(stored, chunk).reshape(chunk.sizes[skip:])
-        return whole
+        for chunk in self._found(stored.key).chunks:
+            if skip and chunk.offsets[0] != stored.layer:
+                continue
+            first, *offsets = chunk.offsets[skip:]
+            low, high = max(first, start), min(first + chunk.sizes[skip], start + len(out))
+            if low < high:
+                columns = [
+                    slice(begin, begin + size) for begin, size in zip(offsets, chunk.sizes[skip + 1 :], strict=True)
+                ]
+                rows = self._chunk(stored.key, chunk).reshape(chunk.sizes[skip:])[low - first : high - first]
+                out[(slice(low - start, high - start), *columns)] = rows
 
-    def _chunk(self, stored: StoredTensor, chunk: ChunkStorageMetadata) -> Tensor:
-        info = self._metadata.storage_data[MetadataIndex(stored.key, chunk.offsets)]
-        with (self.folder / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            return torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
+    def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        index = MetadataIndex(key, chunk.offsets)
+        if index not in self._held:
+            info = self._metadata.storage_data[index]
+            while self._held and info.length + sum(held.nbytes for held in self._held.values()) > HELD_BYTES:
+                del self._held[next(iter(self._held))]
+            with (self.folder / info.relative_path).open("rb") as file:
+                file.seek(info.offset)
+                self._held[index] = torch.load(
+                    io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True
+                )
+        return self._held[index]
 
 
 class _Unpickler(pickle.Unpickler):

@@ -19,36 +19,15 @@ from parallel.hf_folder import (
     write_json,
     write_shards,
 )
-from parallel.hf_tensors import LAYER, Rule, all_rules, assemble, fuse, tensor_rules
+from parallel.hf_tensors import LAYER, SCORE, Rule, all_rules, assemble, fuse, tensor_rules
 from parallel.mesh import Mesh
-from parallel.model import Head, QwenModel
+from parallel.model import QwenModel
 from parallel.qwen import QwenShape, hf_config, read_shape
 
 logger = logging.getLogger(__name__)
 
-SCORE = "score.weight"
 Key = tuple[str, ...]
 """Names of the Hugging Face tensors that one parameter is made of."""
-
-
-def check_hf(folder: str | Path, shape: QwenShape, head: Head = "lm") -> None:
-    """Check that a folder's weight files are whole and hold every tensor of the model; reads only their headers. A
-    scalar head may be missing.
-
-    Raises:
-        ValueError: a file is missing or broken, or a tensor is missing or has another shape.
-    """
-    expected = {name: size for rule in all_rules(shape, head).values() for name, size in rule.tensors.items()}
-    with open_source(folder) as source:
-        if SCORE not in source.names:
-            expected.pop(SCORE, None)
-        source.check(expected)
-
-
-def has_scalar_head(folder: str | Path) -> bool:
-    """Return whether a folder's model ends in one number: a critic or reward model that was trained."""
-    with open_source(folder) as source:
-        return SCORE in source.names
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from megarl.__main__ import main
 from megarl.commands.convert import parse_size
 from megarl.conversion import compare
+from parallel.hf_folder import open_source
 
 FAMILIES = ["qwen2", "qwen3"]
 
@@ -72,12 +73,35 @@ def test_verify_names_what_differs_and_by_how_much(tiny_qwen, tmp_path, capsys):
     ]
 
 
-def test_bits_are_compared_not_values():
-    zeros, nans = torch.zeros(2), torch.full((2,), torch.nan)
-    assert compare(zeros, -zeros) == "0 of 2 values, by up to 0"  # -0.0 is another bit pattern
-    assert compare(nans, nans.clone()) == ""
-    assert compare(zeros, zeros.bfloat16()) == "dtype torch.float32 against torch.bfloat16"
-    assert compare(zeros, torch.zeros(3)) == "shape [2] against [3]"
+def test_bits_are_compared_not_values(tmp_path, monkeypatch):
+    """In pieces of two values; -0.0 is another bit pattern than 0, a NaN is equal to itself."""
+    monkeypatch.setattr("parallel.hf_folder.PIECE_BYTES", 8)
+    zeros, nans = torch.zeros(5), torch.full((5,), torch.nan)
+    moved = torch.tensor([0, 0.5, 0, 0, -2])
+    sides = {
+        "left": {"sign": zeros, "nan": nans, "dtype": zeros, "shape": zeros, "values": zeros, "lost": zeros},
+        "right": {
+            "sign": -zeros,
+            "nan": nans,
+            "dtype": zeros.bfloat16(),
+            "shape": torch.zeros(3),
+            "values": moved,
+            "lost": nans,
+        },
+    }
+    for side, tensors in sides.items():
+        (tmp_path / side).mkdir()
+        separate = {name: tensor.clone() for name, tensor in tensors.items()}
+        save_file(separate, tmp_path / side / "model.safetensors")
+    with open_source(tmp_path / "left") as left, open_source(tmp_path / "right") as right:
+        assert {name: compare(name, left, right) for name in sides["left"]} == {
+            "sign": "5 of 5 values, by up to 0",
+            "nan": "",
+            "dtype": "dtype torch.float32 against torch.bfloat16",
+            "shape": "shape [5] against [3]",
+            "values": "2 of 5 values, by up to 2",
+            "lost": "5 of 5 values, by up to inf",
+        }
 
 
 def test_inspect_says_what_it_is_and_which_layouts_fit(tiny_qwen, capsys):
@@ -128,31 +152,42 @@ def test_a_full_disk_is_refused_before_anything_is_written(tiny_qwen, tmp_path, 
 
 KILLED = """
 import sys
+from megarl import conversion
 from megarl.__main__ import main
-from parallel import hf_folder, stored_weights
+from parallel import hf_folder, stored_writer
 
-def stop(*arguments):
-    print("half", flush=True)
-    sys.stdin.read()
+original, calls = {owner}.{name}, []
 
-{patch}
+def stopping(*arguments):
+    calls.append(0)
+    if len(calls) > {number}:
+        print("half", flush=True)
+        sys.stdin.read()
+    return original(*arguments)
+
+hf_folder.PIECE_BYTES = 999
+{owner}.{name} = stopping
 main(["convert", *sys.argv[1:]])
 """
-PATCHES = {
-    "to-megatron": "stored_weights.copy_companions = stop",
-    "to-hf": "from megarl import conversion; conversion.copy_companions = stop",
+MOMENTS = {  # command: owner and name of a function, and after how many calls of it
+    "to-megatron, all tensors written": ("stored_writer", "copy_companions", 0),
+    "to-megatron, in the midst of a tensor": ("hf_folder.Source", "fill", 7),
+    "to-hf, all tensors written": ("conversion", "copy_companions", 0),
+    "to-hf, in the midst of a tensor": ("hf_folder", "_write_all", 7),
 }
 
 
-@pytest.mark.parametrize("command", PATCHES)
-def test_a_killed_conversion_leaves_nothing_that_looks_whole(tiny_qwen, tmp_path, capsys, command):
-    """Killed when all tensors are written; the next attempt takes no notice of what is left."""
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_conversion_leaves_nothing_that_looks_whole(tiny_qwen, tmp_path, capsys, moment):
+    """The next attempt takes no notice of what is left."""
     source, target = tmp_path / "source", tmp_path / "target"
+    command = moment.split(",")[0]
     if command == "to-hf":
         convert("to-megatron", tiny_qwen.qwen2, source)
     else:
         source = tiny_qwen.qwen2
-    code = KILLED.format(patch=PATCHES[command])
+    owner, name, number = MOMENTS[moment]
+    code = KILLED.format(owner=owner, name=name, number=number)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     words = [sys.executable, "-c", code, command, str(source), str(target)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:

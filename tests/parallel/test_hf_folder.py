@@ -110,8 +110,27 @@ def test_files_are_those_of_the_library(tmp_path, dtype):
 def test_tensors_that_come_otherwise_than_planned_stop_the_writing(tmp_path):
     with pytest.raises(AssertionError, match="not as planned"):
         write_shards(tmp_path, iter({"a": A}.items()), [infos_of({"a": B})])
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(AssertionError, match="not as planned: nothing more"):
         write_shards(tmp_path, iter({"a": A}.items()), [infos_of({"a": A, "b": B})])
+    with pytest.raises(AssertionError, match="not as planned: b"):
+        write_shards(tmp_path, iter([("a", A[:1]), ("b", B)]), [infos_of({"a": A, "b": B})])
+    with pytest.raises(AssertionError, match="not as planned: too many rows of a"):
+        write_shards(tmp_path, iter([("a", A[:1]), ("a", A)]), [infos_of({"a": A})])
+
+
+def test_rows_are_written_and_read_in_pieces(tmp_path, monkeypatch):
+    """Pieces of two rows of four; the third one is short."""
+    monkeypatch.setattr("parallel.hf_folder.PIECE_BYTES", 32)
+    tensor = torch.arange(20.0).view(5, 4)
+    (info,) = infos_of({"a": tensor})
+    assert list(info.pieces()) == [(0, 2), (2, 4), (4, 5)]
+    write_shards(tmp_path, (("a", tensor[start:stop]) for start, stop in info.pieces()), [[info]])
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], tensor)
+    with open_source(tmp_path) as source:
+        assert source.info("a") == info
+        assert all(torch.equal(source.rows("a", *span), tensor[slice(*span)]) for span in info.pieces())
+    (wide,) = infos_of({"a": torch.empty(3, 100)})
+    assert list(wide.pieces()) == [(0, 1), (1, 2), (2, 3)]
 
 
 def test_companion_files_are_copied_byte_for_byte(tmp_path):
