@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import shutil
+import threading
 import time
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +24,6 @@ from parallel.hf_checks import check_hf, has_scalar_head
 from parallel.hf_folder import (
     Source,
     TensorInfo,
-    appears_whole,
     copy_companions,
     open_source,
     plan_shards,
@@ -33,8 +34,10 @@ from parallel.mesh import Layout
 from parallel.qwen import QwenShape, read_shape
 from parallel.stored_weights import HF_PART, StoredWeights, stored_tensors
 from parallel.stored_writer import write_checkpoint
+from parallel.whole_folder import appears_whole
 
 MEGABYTE = 10**6
+Item = TypeVar("Item")
 SPARE = 1.01
 """Free space asked for, in multiples of the tensors' bytes: headers and companion files take some."""
 
@@ -72,7 +75,7 @@ def to_hf(source: Path, target: Path, max_shard_bytes: int) -> None:
     size = sum(info.num_bytes for info in infos)
     _check_space(target, size)
     with appears_whole(target) as folder, _progress("to-hf", size) as report:
-        write_shards(folder, _reported(weights, infos, report), plan_shards(infos, max_shard_bytes))
+        write_shards(folder, _ahead(_reported(weights, infos, report)), plan_shards(infos, max_shard_bytes))
         shutil.copyfile(source / HF_PART / "config.json", folder / "config.json")
         copy_companions(source / HF_PART, folder)
 
@@ -83,6 +86,16 @@ def _reported(weights: StoredWeights, infos: list[TensorInfo], report: Report) -
             rows = weights.rows(info.name, start, stop)
             yield info.name, rows
             report(rows.nbytes)
+
+
+def _ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """Make each item while the one before is used."""
+    with ThreadPoolExecutor(1) as thread:
+        ended = object()
+        coming = thread.submit(next, items, ended)
+        while (item := coming.result()) is not ended:
+            coming = thread.submit(next, items, ended)
+            yield item  # type: ignore[misc]
 
 
 class Weights(Protocol):
@@ -227,7 +240,7 @@ def _check_space(target: Path, num_bytes: int) -> None:
 
 
 class Report:
-    """Counts bytes and shows them in MB, with the rate and the time left."""
+    """Counts bytes and shows them in MB, with the rate and the time left. Threads may call it."""
 
     def __init__(self, name: str, num_bytes: int):
         self.total = max(num_bytes // MEGABYTE, 1)
@@ -235,12 +248,14 @@ class Report:
         self.num_bytes = num_bytes
         self.done = 0
         self.started = time.monotonic()
+        self.lock = threading.Lock()
 
     def __call__(self, num_bytes: int) -> None:
-        self.done += num_bytes
-        step = self.total if self.done == self.num_bytes else min(self.done // MEGABYTE, self.total - 1)
-        seconds = max(time.monotonic() - self.started, 1e-6)
-        self.progress.update(step, {"GB/s": self.done / seconds / 1e9})
+        with self.lock:
+            self.done += num_bytes
+            step = self.total if self.done == self.num_bytes else min(self.done // MEGABYTE, self.total - 1)
+            seconds = max(time.monotonic() - self.started, 1e-6)
+            self.progress.update(step, {"GB/s": self.done / seconds / 1e9})
 
 
 @contextmanager

@@ -192,7 +192,7 @@ def plan_shards(tensors: Iterable[TensorInfo], max_shard_bytes: int) -> list[lis
 
 def write_shards(folder: Path, rows: Iterator[tuple[str, Tensor]], plan: Sequence[Sequence[TensorInfo]]) -> None:
     """Write tensors, which come in the order of the plan, each whole or as pieces of its rows in order, as they come:
-    one is held at a time. Several files get an index. Everything is on the disk when it returns."""
+    one is held at a time. Several files get an index."""
     weight_map: dict[str, str] = {}
     for number, infos in enumerate(plan, 1):
         file_name = SINGLE_FILE if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
@@ -219,7 +219,6 @@ def _write_safetensors(path: Path, rows: Iterator[tuple[str, Tensor]], infos: Se
         for info in infos:
             for piece in _rows_of(info, rows):
                 _write_all(file, piece.contiguous().flatten().view(torch.uint8).numpy().data)
-        os.fsync(file.fileno())
 
 
 def _rows_of(info: TensorInfo, rows: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
@@ -240,17 +239,6 @@ def _write_all(file: FileIO, data: bytes | memoryview) -> None:
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]
-
-
-@contextmanager
-def appears_whole(target: Path) -> Iterator[Path]:
-    """Give a hidden folder beside `target` to write into, which takes its name when all is written. A process that is
-    killed leaves only the hidden one, which the next attempt removes."""
-    partial = target.parent / f".{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    yield partial
-    partial.replace(target)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

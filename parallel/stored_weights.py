@@ -175,13 +175,15 @@ class StoredWeights:
             if skip and chunk.offsets[0] != stored.layer:
                 continue
             first, *offsets = chunk.offsets[skip:]
-            low, high = max(first, start), min(first + chunk.sizes[skip], start + len(out))
-            if low < high:
-                columns = [
-                    slice(begin, begin + size) for begin, size in zip(offsets, chunk.sizes[skip + 1 :], strict=True)
-                ]
-                rows = self._chunk(stored.key, chunk).reshape(chunk.sizes[skip:])[low - first : high - first]
-                out[(slice(low - start, high - start), *columns)] = rows
+            num_rows, *widths = chunk.sizes[skip:]
+            low, high = max(first, start), min(first + num_rows, start + len(out))
+            if low >= high:
+                continue
+            columns = [slice(begin, begin + width) for begin, width in zip(offsets, widths, strict=True)]
+            rows = self._chunk(stored.key, chunk).reshape(num_rows, *widths)[low - first : high - first]
+            out[(slice(low - start, high - start), *columns)] = rows
+            if high == first + num_rows and not stored.rule.groups and widths == list(stored.shape[1:]):
+                del self._held[MetadataIndex(stored.key, chunk.offsets)]  # whoever reads in order is done with it
 
     def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         index = MetadataIndex(key, chunk.offsets)
@@ -191,9 +193,8 @@ class StoredWeights:
                 del self._held[next(iter(self._held))]
             with (self.folder / info.relative_path).open("rb") as file:
                 file.seek(info.offset)
-                self._held[index] = torch.load(
-                    io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True
-                )
+                data = io.BytesIO(file.read(info.length))
+            self._held[index] = torch.load(data, map_location="cpu", weights_only=True)
         return self._held[index]
 
 

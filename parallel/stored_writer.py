@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -21,10 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from parallel.hf_folder import Source, TensorInfo, appears_whole, copy_companions
+from parallel.hf_folder import Source, TensorInfo, copy_companions
 from parallel.hf_tensors import Head, cut_runs
 from parallel.qwen import QwenShape
 from parallel.stored_weights import HF_PART, StoredTensor, stored_tensors
+from parallel.whole_folder import appears_whole
 
 BACKEND = {
     "sharded_backend": "torch_dist",
@@ -32,8 +34,10 @@ BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+NUM_THREADS = min(4, os.cpu_count() or 1)
+"""Each writes a file."""
 Progress = Callable[[int], None]
-"""Told how many bytes more are done."""
+"""Told how many bytes more are done, by several threads."""
 
 
 class _Planner(SavePlanner):
@@ -108,7 +112,8 @@ def write_checkpoint(
     with appears_whole(target) as folder:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group, which is meant
-            save({}, storage_writer=FileSystemWriter(str(folder)), planner=planner, no_dist=True)
+            writer = FileSystemWriter(str(folder), thread_count=NUM_THREADS, sync_files=False)
+            save({}, storage_writer=writer, planner=planner, no_dist=True)
         torch.save({}, folder / "common.pt")
         (folder / HF_PART).mkdir()
         shutil.copyfile(source_folder / "config.json", folder / HF_PART / "config.json")

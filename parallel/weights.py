@@ -12,7 +12,6 @@ from torch import Tensor
 
 from parallel.hf_folder import (
     TensorInfo,
-    appears_whole,
     copy_companions,
     open_source,
     plan_shards,
@@ -23,6 +22,7 @@ from parallel.hf_tensors import LAYER, SCORE, Rule, all_rules, assemble, fuse, t
 from parallel.mesh import Mesh
 from parallel.model import QwenModel
 from parallel.qwen import QwenShape, hf_config, read_shape
+from parallel.whole_folder import appears_whole
 
 logger = logging.getLogger(__name__)
 
