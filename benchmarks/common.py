@@ -57,6 +57,7 @@ CASES = {
     "TP4": Case(Layout(4), 4),
     "PP4": Case(Layout(1, 4), 4),
     "PP2 3+1": Case(Layout(1, 2, num_layers_in_first_pipeline_stage=3, num_layers_in_last_pipeline_stage=1), 2),
+    "PP3 1+2+1": Case(Layout(1, 3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=1), 3),
 }
 """Tensor, pipeline, data and virtual pipeline sizes; SP is sequence parallelism, 3+1 an uneven split of 4 layers."""
 
