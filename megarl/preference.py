@@ -22,6 +22,7 @@ from megarl.config_preferences import PreferenceConfig, longest_row
 from megarl.data.preferences import PreferencePair, Truncation, read_preferences, truncate
 from megarl.data.prompts import rows_at
 from megarl.data.tokenizer import load_tokenizer, response_end
+from megarl.model_card import model_card
 from megarl.progress import Progress
 from megarl.report import PAIR_PANELS, draw_curves
 from megarl.run_folder import end_run
@@ -204,7 +205,8 @@ def run_training(name: str, trainer: PairTrainer, plain: dict[str, Any]) -> dict
         summary["training_seconds"] = time.perf_counter() - started
         summary |= {f"{metric}_after": value for metric, value in trainer.evaluate().items()}
         tracker.summarize({**summary, "world_size": mesh.world_size})
-        export_hf(run.output / "hf", trainer.trainable.models, mesh, source_folder=run.model)
+        card = model_card(name, plain, summary)
+        export_hf(run.output / "hf", trainer.trainable.models, mesh, source_folder=run.model, card=card)
     if mesh.rank == 0:
         draw_curves(run.output, f"{name}: {run.output.name}", PAIR_PANELS)
     end_run(run.output, mesh)

@@ -13,6 +13,7 @@ from megarl.config import DTYPES, SFTConfig
 from megarl.data.demonstrations import Demonstration, read_demonstrations
 from megarl.data.prompts import rows_at
 from megarl.data.tokenizer import load_tokenizer, response_end
+from megarl.model_card import model_card
 from megarl.progress import Progress
 from megarl.report import draw_curves
 from megarl.run_folder import begin_run, end_run
@@ -57,7 +58,8 @@ def train_sft(config: SFTConfig, shape: QwenShape, world: World) -> dict[str, fl
             progress.update(step + 1, {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics})
         summary = {"training_seconds": time.perf_counter() - started, "final_loss": metrics.get("loss", float("nan"))}
         tracker.summarize({**summary, "world_size": mesh.world_size})
-        export_hf(run.output / "hf", policy.models, mesh, source_folder=run.model)
+        card = model_card("sft", plain, summary)
+        export_hf(run.output / "hf", policy.models, mesh, source_folder=run.model, card=card)
     if mesh.rank == 0:
         draw_curves(run.output, f"sft: {run.output.name}")
     end_run(run.output, mesh)

@@ -19,6 +19,7 @@ from megarl.data.prompts import PromptExample, PromptSource
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 from megarl.evaluate import Evaluator
 from megarl.groups import Group, GroupCollector, observed_keep_rate
+from megarl.model_card import model_card
 from megarl.progress import Progress
 from megarl.report import draw_curves
 from megarl.responses import OpenGroup, Responder
@@ -275,7 +276,8 @@ def train_policy(config: PolicyConfig, shape: QwenShape, world: World) -> dict[s
         summary["training_seconds"] = time.perf_counter() - started
         summary |= {f"{name}_after": value for name, value in evaluator.run().items()}
         tracker.summarize({**summary, "world_size": mesh.world_size})
-        export_hf(run.output / "hf", trainer.policy.models, mesh, source_folder=run.model)
+        card = model_card(config.recipe.name, plain, summary)
+        export_hf(run.output / "hf", trainer.policy.models, mesh, source_folder=run.model, card=card)
         if trainer.critic is not None:
             source = config.critic.critic_model or run.model
             export_hf(run.output / "critic", trainer.critic.models, mesh, source_folder=source)

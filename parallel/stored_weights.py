@@ -164,7 +164,12 @@ class StoredWeights:
                 del size[0], expected[0]
             if size != expected:
                 raise ValueError(f"tensor {stored.key} has shape {list(found.size)}; expected {list(stored.size)}")
-            held = sum(math.prod(chunk.sizes) for chunk in found.chunks)
+            written = [
+                chunk
+                for chunk in found.chunks
+                if MetadataIndex(stored.key, chunk.offsets) in self._metadata.storage_data
+            ]
+            held = sum(math.prod(chunk.sizes) for chunk in written)
             if held != math.prod(found.size):
                 raise ValueError(f"tensor {stored.key}: its chunks hold {held} of {math.prod(found.size)} values")
 

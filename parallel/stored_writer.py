@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner, save
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -107,10 +110,11 @@ def write_checkpoint(
 
     Raises:
         ValueError: the tensors of one parameter differ in dtype.
+        OSError: there is no room.
     """
     planner = _Planner(stored_tensors(shape, head), source, progress)
     with appears_whole(target) as folder:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _errors_as_they_are():
             warnings.simplefilter("ignore")  # that there is no process group, which is meant
             writer = FileSystemWriter(str(folder), thread_count=NUM_THREADS, sync_files=False)
             save({}, storage_writer=writer, planner=planner, no_dist=True)
@@ -119,3 +123,19 @@ def write_checkpoint(
         shutil.copyfile(source_folder / "config.json", folder / HF_PART / "config.json")
         copy_companions(source_folder, folder / HF_PART)
         (folder / "metadata.json").write_text(json.dumps(BACKEND), encoding="utf-8")
+
+
+@contextmanager
+def _errors_as_they_are() -> Iterator[None]:
+    """Raise the first error of torch's writer: it wraps those of this thread, and takes no notice of other threads'."""
+    errors: list[BaseException] = []
+    ordinary = threading.excepthook
+    threading.excepthook = lambda args: errors.append(args.exc_value or args.exc_type())
+    try:
+        yield
+    except CheckpointException as error:
+        errors += [failure for failure, _ in error.failures.values()]
+    finally:
+        threading.excepthook = ordinary
+    if errors:
+        raise errors[0]

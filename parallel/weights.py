@@ -26,6 +26,7 @@ from parallel.whole_folder import appears_whole
 
 logger = logging.getLogger(__name__)
 
+MODEL_CARD = "README.md"
 Key = tuple[str, ...]
 """Names of the Hugging Face tensors that one parameter is made of."""
 
@@ -68,12 +69,14 @@ def export_hf(
     mesh: Mesh,
     source_folder: str | Path | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    card: str = "",
 ) -> None:
     """Write the model as a Hugging Face folder, in the parameters' dtype. Every rank of the job must call it.
 
     Rank 0 writes into a hidden folder beside `folder` and renames it when all is written. With `source_folder` its
     companion files are copied, and its config.json too where it states the model as it is now; settings that were
-    changed since (dtype, rotary override, head) are replaced. A scalar head becomes `score.weight`.
+    changed since (dtype, rotary override, head) are replaced. A scalar head becomes `score.weight`. `card` is the text
+    of the model card, README.md; that of the source is then kept as README.base.md.
 
     Raises:
         ValueError: `folder` exists and is not empty, `source_folder` is no model folder, `max_shard_bytes` is below 1.
@@ -86,7 +89,7 @@ def export_hf(
     if mesh.data_rank == 0:
         tensors = _whole_tensors(chunks, mesh)
         if mesh.rank == 0:
-            _write(target, tensors, chunks[0], source_folder, max_shard_bytes)
+            _write(target, tensors, chunks[0], source_folder, max_shard_bytes, card)
         for _ in tensors:  # sends; only rank 0 is given tensors, and has written them all
             raise AssertionError("a tensor is left over")
     dist.barrier()
@@ -186,6 +189,7 @@ def _write(
     model: QwenModel,
     source: str | Path | None,
     max_shard_bytes: int,
+    card: str,
 ) -> None:
     dtype = model.config.params_dtype
     infos = [
@@ -198,6 +202,11 @@ def _write(
         _write_config(folder / "config.json", model, source)
         if source is not None:
             copy_companions(Path(source), folder)
+        if card:
+            of_source = folder / MODEL_CARD
+            if of_source.exists():
+                of_source.rename(folder / "README.base.md")
+            of_source.write_text(card, encoding="utf-8")
 
 
 def _write_config(path: Path, model: QwenModel, source: str | Path | None) -> None:

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """End the process with status 2 and the reason when a value is refused in the block (on every rank)."""
+    """End the process with status 2 and the reason when a value is refused in the block (on every rank), or when the
+    system refuses a file: no room, no permission."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(2) from None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from megarl.__main__ import main
 from megarl.commands.convert import parse_size
@@ -148,6 +149,46 @@ def test_a_full_disk_is_refused_before_anything_is_written(tiny_qwen, tmp_path, 
     message = refused(capsys, "to-megatron", tiny_qwen.qwen2, tmp_path / "out")
     assert "MB are needed at" in message
     assert not list(tmp_path.iterdir())
+
+
+LIMITED = """
+import resource, sys
+from megarl.__main__ import main
+from parallel import hf_folder
+
+hf_folder.PIECE_BYTES = 999
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+main(["convert", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("command", ["to-megatron", "to-hf"])
+def test_a_disk_that_fills_up_meanwhile_ends_the_conversion(tiny_qwen, tmp_path, command):
+    """A limit on the size of files stands in for the disk; also in a thread of torch's writer, which hides errors."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    if command == "to-hf":
+        convert("to-megatron", tiny_qwen.qwen2, source)
+    else:
+        source = tiny_qwen.qwen2
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    words = [sys.executable, "-c", LIMITED, command, str(source), str(target)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2
+    assert "File too large" in done.stderr.splitlines()[-1]
+    assert not target.exists()
+
+
+def test_a_reward_model_is_converted_with_its_head(tiny_qwen, tmp_path):
+    """transformers loads what comes back, strictly."""
+    config = AutoConfig.from_pretrained(tiny_qwen.qwen3, num_labels=1)
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(tmp_path / "reward")
+    convert("to-megatron", tmp_path / "reward", tmp_path / "checkpoint")
+    convert("to-hf", tmp_path / "checkpoint", tmp_path / "back")
+    convert("verify", tmp_path / "reward", tmp_path / "back")
+    back, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(back.score.weight, model.score.weight)
 
 
 KILLED = """

@@ -215,6 +215,7 @@ def test_a_run_leaves_config_metrics_summary_logs_and_a_trained_model(small_run,
     assert ["eval_accuracy" in record for record in records] == [False, True, False]
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
+    assert '"num_steps": ' in (folder / "hf" / "README.md").read_text()  # the card states the config
     with open_source(config.run.model) as source, open_source(folder / "hf") as trained:
         assert trained.names == source.names
     assert json.loads((folder / "hf" / "generation_config.json").read_text())["eos_token_id"] == list(range(60))

@@ -61,6 +61,7 @@ class Job:
     yarn_factor: float | None = None
     copy_from_source: bool = True
     max_shard_bytes: int = 5 * 10**9
+    card: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def run_job(mesh, job: Job) -> Done:
         import_hf(job.source, chunks, mesh, seed=7)
         if job.target is not None:
             source = job.source if job.copy_from_source else None
-            export_hf(job.target, chunks, mesh, source, job.max_shard_bytes)
+            export_hf(job.target, chunks, mesh, source, job.max_shard_bytes, job.card)
     except ValueError as error:
         return Done(None, None, {}, records.messages, str(error))
     finally:

@@ -106,6 +106,17 @@ def test_export_without_source_writes_its_own_config(tmp_path, workers):
     check_logits(by_rank(done, 0), check_strict_load(tmp_path / "without"))
 
 
+def test_a_model_card_replaces_that_of_the_source_which_is_kept(tmp_path, workers):
+    make_model(CONFIGS["Qwen2, tied"], tmp_path / "source")
+    (tmp_path / "source" / "README.md").write_bytes(b"the base\r\n")
+    job = Job(tmp_path / "source", tmp_path / "with", card="ours\n")
+    workers.run(run_jobs, 1, Layout(), [job, replace(job, target=tmp_path / "without", card="")])
+    assert (tmp_path / "with" / "README.md").read_bytes() == b"ours\n"
+    assert (tmp_path / "with" / "README.base.md").read_bytes() == b"the base\r\n"
+    assert (tmp_path / "without" / "README.md").read_bytes() == b"the base\r\n"
+    assert not (tmp_path / "without" / "README.base.md").exists()
+
+
 @pytest.mark.parametrize("name", ["Qwen2, tied", "Qwen2.5, untied"])
 def test_new_scalar_head_is_random_and_equal_on_all_tensor_ranks(tmp_path, workers, name):
     model = make_model(CONFIGS[name], tmp_path / "source")
