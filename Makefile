@@ -35,7 +35,7 @@ $(INSTALLED): setup.py constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install $(TORCH)
 	sed '/^torch==/d' $(CONSTRAINTS) > .venv/constraints.txt
-	$(BIN)/pip install -c .venv/constraints.txt -e '.[dev]'
+	$(BIN)/pip install -c .venv/constraints.txt -e '.[dev,mpi]'
 	touch $(INSTALLED)
 
 demo: $(INSTALLED) ## train a tiny Qwen to sort digits: warm start, GRPO, curves and summary in runs/demo
