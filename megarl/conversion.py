@@ -9,12 +9,12 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,22 +22,21 @@ from torch import Tensor
 from megarl.progress import Progress
 from parallel.hf_checks import check_hf, has_scalar_head
 from parallel.hf_folder import (
+    ShardWriter,
     Source,
     TensorInfo,
     copy_companions,
     open_source,
     plan_shards,
-    write_shards,
 )
 from parallel.hf_tensors import SCORE, Head, all_rules
 from parallel.mesh import Layout
 from parallel.qwen import QwenShape, read_shape
 from parallel.stored_weights import HF_PART, StoredWeights, stored_tensors
-from parallel.stored_writer import write_checkpoint
+from parallel.stored_writer import NUM_THREADS, write_checkpoint
 from parallel.whole_folder import appears_whole
 
 MEGABYTE = 10**6
-Item = TypeVar("Item")
 SPARE = 1.01
 """Free space asked for, in multiples of the tensors' bytes: headers and companion files take some."""
 
@@ -75,27 +74,22 @@ def to_hf(source: Path, target: Path, max_shard_bytes: int) -> None:
     size = sum(info.num_bytes for info in infos)
     _check_space(target, size)
     with appears_whole(target) as folder, _progress("to-hf", size) as report:
-        write_shards(folder, _ahead(_reported(weights, infos, report)), plan_shards(infos, max_shard_bytes))
+        with (
+            ShardWriter(folder, plan_shards(infos, max_shard_bytes)) as writer,
+            ThreadPoolExecutor(NUM_THREADS) as pool,
+        ):
+
+            def convert(names: Sequence[str]) -> None:
+                for name in names:
+                    for start, stop in weights.info(name).pieces():
+                        rows = weights.rows(name, start, stop)
+                        writer.write(name, start, rows)
+                        report(rows.nbytes)
+
+            for _ in pool.map(convert, weights.parameters):
+                pass  # raises the first error
         shutil.copyfile(source / HF_PART / "config.json", folder / "config.json")
         copy_companions(source / HF_PART, folder)
-
-
-def _reported(weights: StoredWeights, infos: list[TensorInfo], report: Report) -> Iterator[tuple[str, Tensor]]:
-    for info in infos:
-        for start, stop in info.pieces():
-            rows = weights.rows(info.name, start, stop)
-            yield info.name, rows
-            report(rows.nbytes)
-
-
-def _ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """Make each item while the one before is used."""
-    with ThreadPoolExecutor(1) as thread:
-        ended = object()
-        coming = thread.submit(next, items, ended)
-        while (item := coming.result()) is not ended:
-            coming = thread.submit(next, items, ended)
-            yield item  # type: ignore[misc]
 
 
 class Weights(Protocol):

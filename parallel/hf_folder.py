@@ -1,14 +1,16 @@
 """Hugging Face model folders on disk: read slices of safetensors, write shards with an index and companion files."""
 
+from __future__ import annotations
+
 import fnmatch
 import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -190,55 +192,67 @@ def plan_shards(tensors: Iterable[TensorInfo], max_shard_bytes: int) -> list[lis
     return shards
 
 
-def write_shards(folder: Path, rows: Iterator[tuple[str, Tensor]], plan: Sequence[Sequence[TensorInfo]]) -> None:
-    """Write tensors, which come in the order of the plan, each whole or as pieces of its rows in order, as they come:
-    one is held at a time. Several files get an index."""
-    weight_map: dict[str, str] = {}
-    for number, infos in enumerate(plan, 1):
-        file_name = SINGLE_FILE if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
-        _write_safetensors(folder / file_name, rows, infos)
-        weight_map |= {info.name: file_name for info in infos}
-    assert next(rows, None) is None, "more tensors than planned"
-    if len(plan) > 1:
-        total_size = sum(info.num_bytes for infos in plan for info in infos)
-        write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+class ShardWriter:
+    """Writes tensors into the files of a plan, rows in any order, by several threads; a context manager.
 
+    At the end all must be there. Several files get an index. The library itself writes only what is whole in memory.
+    """
 
-def _write_safetensors(path: Path, rows: Iterator[tuple[str, Tensor]], infos: Sequence[TensorInfo]) -> None:
-    """Write one file: the length of the header, the header, the tensors' bytes (the format's own README). The library
-    itself writes only what is in memory as a whole."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for info in infos:
-        start, end = end, end + info.num_bytes
-        header[info.name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": info.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
-    with path.open("wb", buffering=0) as file:
-        _write_all(file, len(text).to_bytes(8, "little") + text)
+    def __init__(self, folder: Path, plan: Sequence[Sequence[TensorInfo]]):
+        self._places: dict[str, tuple[TensorInfo, BinaryIO, int]] = {}  # its file and its first byte there
+        self._lock = threading.Lock()
+        with ExitStack() as stack:
+            weight_map: dict[str, str] = {}
+            for number, infos in enumerate(plan, 1):
+                name = SINGLE_FILE if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
+                self._begin(stack.enter_context((folder / name).open("wb", buffering=0)), infos)
+                weight_map |= {info.name: name for info in infos}
+            if len(plan) > 1:
+                total_size = sum(info.num_bytes for infos in plan for info in infos)
+                write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+            self._files = stack.pop_all()
+        self._missing = {name: math.prod(info.shape) for name, (info, *_) in self._places.items()}
+
+    def _begin(self, file: BinaryIO, infos: Sequence[TensorInfo]) -> None:
+        """Write the head of a file: its length, names and places as JSON (the format's own README)."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
         for info in infos:
-            for piece in _rows_of(info, rows):
-                _write_all(file, piece.contiguous().flatten().view(torch.uint8).numpy().data)
+            start, end = end, end + info.num_bytes
+            header[info.name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": info.shape, "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8
+        file.write(len(text).to_bytes(8, "little") + text)
+        for info in infos:
+            self._places[info.name] = info, file, 8 + len(text) + header[info.name]["data_offsets"][0]
+
+    def write(self, name: str, start: int, rows: Tensor) -> None:
+        """Write rows of a tensor, from row `start` on; a tensor without dimensions is one row."""
+        info, file, offset = self._places[name]
+        assert (rows.dtype, rows.shape[1:]) == (info.dtype, info.shape[1:]), f"not as planned: {name}"
+        with self._lock:
+            self._missing[name] -= rows.numel()
+        assert self._missing[name] >= 0, f"not as planned: too many rows of {name}"
+        offset += start * math.prod(info.shape[1:]) * info.dtype.itemsize
+        left = memoryview(rows.contiguous().flatten().view(torch.uint8).numpy().data)
+        while left:
+            written = os.pwrite(file.fileno(), left, offset)
+            offset, left = offset + written, left[written:]
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._files.close()
+        missing = [name for name, number in self._missing.items() if number]
+        assert kind is not None or not missing, f"not as planned: rows of {', '.join(missing)} are missing"
 
 
-def _rows_of(info: TensorInfo, rows: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
-    """Take the pieces of one tensor."""
-    left = math.prod(info.shape)
-    while True:
-        name, piece = next(rows, ("nothing more", torch.empty(0)))
-        left -= piece.numel()
-        as_planned = (name, piece.dtype, piece.shape[1:]) == (info.name, info.dtype, info.shape[1:])
-        assert as_planned, f"not as planned: {name}"
-        assert left >= 0, f"not as planned: too many rows of {name}"
-        yield piece
-        if left == 0:
-            return
-
-
-def _write_all(file: FileIO, data: bytes | memoryview) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
+def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], plan: Sequence[Sequence[TensorInfo]]) -> None:
+    """Write whole tensors as they come: one is held at a time."""
+    with ShardWriter(folder, plan) as writer:
+        for name, tensor in tensors:
+            writer.write(name, 0, tensor)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import io
 import json
 import math
 import pickle
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def stored_tensors(shape: QwenShape, head: str = "lm") -> list[StoredTensor]:
 
 
 class StoredWeights:
-    """The weights of a checkpoint on disk.
+    """The weights of a checkpoint on disk. Threads may read at once.
 
     Raises:
         ValueError: the folder is no checkpoint in this format, or its parts are broken or missing.
@@ -115,7 +116,7 @@ class StoredWeights:
             )
         self._metadata = _read_metadata(folder / ".metadata")
         self.shape = read_shape(folder / HF_PART)
-        self._held: dict[MetadataIndex, Tensor] = {}
+        self._local = threading.local()
         output = self._metadata.state_dict_metadata.get("output_layer.weight")
         is_scalar = isinstance(output, TensorStorageMetadata) and tuple(output.size) == (1, self.shape.hidden_size)
         self.head: Head = "scalar" if is_scalar else "lm"
@@ -126,6 +127,11 @@ class StoredWeights:
     def names(self) -> list[str]:
         """Hugging Face names of the tensors, in the order of the checkpoint."""
         return list(self._owners)
+
+    @property
+    def parameters(self) -> list[tuple[str, ...]]:
+        """The same, those of one parameter together: they are best read by one thread."""
+        return list(dict.fromkeys(tuple(stored.rule.tensors) for stored in self._owners.values()))
 
     def info(self, name: str) -> TensorInfo:
         """Return a Hugging Face tensor's shape and dtype."""
@@ -141,6 +147,12 @@ class StoredWeights:
             if run.name == name and low < high:
                 self._copy(stored, run.start + low - run.first, out[low - start : high - start])
         return out
+
+    @property
+    def _held(self) -> dict[MetadataIndex, Tensor]:
+        """Chunks that this thread still needs."""
+        held: dict[MetadataIndex, Tensor] = self._local.__dict__.setdefault("held", {})
+        return held
 
     def _found(self, key: str) -> TensorStorageMetadata:
         found = self._metadata.state_dict_metadata.get(key)
