@@ -56,6 +56,36 @@ def test_rank_outside_the_world_is_refused(rank, world_size):
         detect_world(COMPLETE | {"RANK": rank, "WORLD_SIZE": world_size})
 
 
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "2"}
+BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0"}
+SRUN_WITH_PMI2 = SRUN | {"PMI_RANK": "5", "PMI_SIZE": "16"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (OPEN_MPI, ("mpirun", 3, 8, 1)),
+        (MPICH, ("mpirun", 3, 8, 1)),
+        (SRUN, ("srun", 5, 16, 2)),
+        (SRUN_WITH_PMI2, ("srun", 5, 16, 2)),
+        (BATCH_SCRIPT, ("alone", 0, 1, 0)),
+        (SRUN | MPICH, ("mpirun", 3, 8, 1)),  # MPICH's helpers are started by srun
+        (SRUN | COMPLETE, ("torchrun", 3, 8, 1)),  # torchrun under srun
+    ],
+)
+def test_launchers_are_told_apart_also_where_one_starts_another(environment, expected):
+    world = detect_world(environment)
+    assert (world.launcher, world.rank, world.world_size, world.local_rank) == expected
+
+
+@pytest.mark.parametrize(("environment", "size"), [(OPEN_MPI, 8), (MPICH, 8), (SRUN, 16)])
+def test_contradicting_sizes_are_refused_with_both_values(environment, size):
+    with pytest.raises(ValueError, match=rf"={size} of \w+ and WORLD_SIZE=4 contradict"):
+        detect_world(environment | {"WORLD_SIZE": "4"})
+
+
 def run_script(folder: Path, script: str, num_processes: int) -> subprocess.CompletedProcess:
     """Run a script under torchrun, or alone for 0 processes, within 120 seconds."""
     path = folder / "script.py"
