@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ import torch.distributed as dist
 from parallel.launch import World
 from parallel.options import option
 from parallel.qwen import QwenShape
+
+WRITER_TIMEOUT = timedelta(hours=2)
+"""Longest wait of ranks that have written their part of a checkpoint for those that have not."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,8 @@ class Mesh:
     """The pipeline group for small messages that start and end on the CPU."""
     pg_collection: Any = None
     """What megatron-core's modules take their groups from; None stands for its global ones."""
+    writer_group: Any = None
+    """All ranks, for messages between the threads that write checkpoints, over the CPU; none in a mesh of rollout."""
 
     @property
     def tensor_rank(self) -> int:
@@ -225,6 +231,12 @@ class Mesh:
             dist.broadcast_object_list(box, src=last, group=self.pipeline_group)
             return box[0]
         return item
+
+    def from_first_rank(self, item: Any) -> Any:
+        """Return `item` of rank 0 on all ranks of the job (pickled: for small objects)."""
+        box = [item]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
 
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over the data-parallel group, in place; every rank of the group must call it."""
@@ -293,6 +305,7 @@ def build_mesh(layout: Layout, world: World, timeout_seconds: float = 600.0) -> 
         data_group=parallel_state.get_data_parallel_group(),
         model_group=parallel_state.get_model_parallel_group(),
         pipeline_cpu_group=_pipeline_cpu_group(layout, world),
+        writer_group=dist.new_group(backend="gloo", timeout=WRITER_TIMEOUT),
     )
 
 

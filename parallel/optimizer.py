@@ -84,6 +84,7 @@ class Trainable:
     """This rank's model chunks under DDP with their optimizer.
 
     Gradients are summed over data ranks and never divided; a non-finite gradient never reaches the optimizer.
+    `num_steps` counts the steps that were applied.
     """
 
     def __init__(self, chunks: Sequence[QwenModel], mesh: Mesh, settings: OptimizerSettings):
@@ -92,6 +93,7 @@ class Trainable:
         self.models = list(chunks)
         self.chunks = _wrap(self.models, mesh)
         self.optimizer = _build_optimizer(self.chunks, settings)
+        self.num_steps = 0
 
     def load_hf(self, folder: Path, seed: int = 0) -> None:
         """Import a HF folder's weights; the optimizer's master weights follow."""
@@ -132,6 +134,7 @@ class Trainable:
             if parameters:
                 clip_grads.clip_grad_by_total_norm_fp32(parameters, self.settings.clip_grad, grad_norm)
         self.optimizer.step_with_ready_grads()
+        self.num_steps += 1
         return StepResult(grad_norm, applied=True)
 
 

@@ -15,13 +15,18 @@ FLUSH_SECONDS = 0.1
 def appears_whole(target: Path) -> Iterator[Path]:
     """Give a hidden folder beside `target` to write into, which takes its name when all is written and on the disk. A
     process that is killed leaves only the hidden one, which the next attempt removes."""
-    partial = target.parent / f".{target.name}.partial"
+    partial = partial_of(target)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     with _flushing(partial):
         yield partial
     partial.replace(target)
-    _flush(target.parent)
+    flush(target.parent)
+
+
+def partial_of(target: Path) -> Path:
+    """Return the hidden folder that becomes `target`."""
+    return target.parent / f".{target.name}.partial"
 
 
 @contextmanager
@@ -34,7 +39,7 @@ def _flushing(folder: Path) -> Iterator[None]:
         while not ended.wait(FLUSH_SECONDS):
             for path in folder.iterdir():
                 with suppress(OSError):  # renamed meanwhile; any other error comes back at the end
-                    _flush(path)
+                    flush(path)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -44,10 +49,10 @@ def _flushing(folder: Path) -> Iterator[None]:
         ended.set()
         thread.join()
     for path in [*folder.rglob("*"), folder]:
-        _flush(path)
+        flush(path)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Wait until a file or a folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
