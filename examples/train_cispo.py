@@ -15,8 +15,9 @@ from megarl.aggregation import token_mean
 from megarl.cli import checked, parse
 from megarl.config import PolicyConfig, RolloutSettings, RunSettings
 from megarl.losses import MAX_EXPONENT
+from megarl.policy_run import train_policy
 from megarl.recipes import GRPO
-from megarl.trainer import train_policy
+from parallel.checkpoint_folder import CheckpointSettings
 from parallel.launch import running
 from parallel.mesh import Layout
 from parallel.optimizer import OptimizerSettings
@@ -44,9 +45,9 @@ CISPO = replace(GRPO, name="cispo", policy_loss=CISPOLoss(), aggregation=token_m
 
 
 def main() -> None:
-    sections = [RunSettings(), RolloutSettings(), Layout(), OptimizerSettings()]
-    run, rollout, layout, optimizer = parse(__doc__, sections)
-    config = PolicyConfig(run, rollout, layout, optimizer, recipe=CISPO)
+    sections = [RunSettings(), RolloutSettings(), Layout(), OptimizerSettings(), CheckpointSettings()]
+    run, rollout, layout, optimizer, checkpoints = parse(__doc__, sections)
+    config = PolicyConfig(run, rollout, layout, optimizer, recipe=CISPO, checkpoints=checkpoints)
     world, shape = checked(config)
     with running(world, run.timeout_seconds):
         train_policy(config, shape, world)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from megarl.cli import checked, parse, refusing_wrong_values
 from megarl.config import PolicyConfig, RolloutSettings, RunSettings
 from megarl.losses import clipped
+from megarl.policy_run import train_policy
 from megarl.recipes import DAPO, Recipe
 from megarl.shaping import soft_overlong
-from megarl.trainer import train_policy
+from parallel.checkpoint_folder import CheckpointSettings
 from parallel.launch import running
 from parallel.mesh import Layout
 from parallel.optimizer import OptimizerSettings
@@ -49,10 +50,11 @@ class DAPOSettings:
 
 def main() -> None:
     sections = [RunSettings(), RolloutSettings(adaptive_oversampling=True), DAPOSettings()]
-    sections += [Layout(), OptimizerSettings()]
-    run, rollout, dapo, layout, optimizer = parse(__doc__, sections)
+    sections += [Layout(), OptimizerSettings(), CheckpointSettings()]
+    run, rollout, dapo, layout, optimizer, checkpoints = parse(__doc__, sections)
     with refusing_wrong_values():
-        config = PolicyConfig(run, rollout, layout, optimizer, recipe=dapo.recipe(rollout.max_new_tokens))
+        recipe = dapo.recipe(rollout.max_new_tokens)
+        config = PolicyConfig(run, rollout, layout, optimizer, recipe, checkpoints=checkpoints)
     world, shape = checked(config)
     with running(world, run.timeout_seconds):
         train_policy(config, shape, world)

@@ -16,15 +16,16 @@ from megarl.cli import checked, parse
 from megarl.config import RunSettings
 from megarl.config_preferences import DPOConfig, DPOSettings, PreferenceSettings
 from megarl.dpo import train_dpo
+from parallel.checkpoint_folder import CheckpointSettings
 from parallel.launch import running
 from parallel.mesh import Layout
 from parallel.optimizer import OptimizerSettings
 
 
 def main() -> None:
-    sections = [RunSettings(), PreferenceSettings(), DPOSettings(), Layout(), OptimizerSettings()]
-    run, data, dpo, layout, optimizer = parse(__doc__, sections)
-    config = DPOConfig(run, data, layout, optimizer, dpo)
+    sections = [RunSettings(), PreferenceSettings(), DPOSettings(), Layout(), OptimizerSettings(), CheckpointSettings()]
+    run, data, dpo, layout, optimizer, checkpoints = parse(__doc__, sections)
+    config = DPOConfig(run, data, layout, optimizer, dpo, checkpoints=checkpoints)
     world, shape = checked(config)
     with running(world, run.timeout_seconds):
         train_dpo(config, shape, world)

@@ -11,17 +11,18 @@ loaded; several optimizer steps per rollout step, each on its own groups.
 
 from megarl.cli import checked, parse
 from megarl.config import PolicyConfig, RolloutSettings, RunSettings
+from megarl.policy_run import train_policy
 from megarl.recipes import GRPO
-from megarl.trainer import train_policy
+from parallel.checkpoint_folder import CheckpointSettings
 from parallel.launch import running
 from parallel.mesh import Layout
 from parallel.optimizer import OptimizerSettings
 
 
 def main() -> None:
-    sections = [RunSettings(), RolloutSettings(), Layout(), OptimizerSettings()]
-    run, rollout, layout, optimizer = parse(__doc__, sections)
-    config = PolicyConfig(run, rollout, layout, optimizer, recipe=GRPO)
+    sections = [RunSettings(), RolloutSettings(), Layout(), OptimizerSettings(), CheckpointSettings()]
+    run, rollout, layout, optimizer, checkpoints = parse(__doc__, sections)
+    config = PolicyConfig(run, rollout, layout, optimizer, recipe=GRPO, checkpoints=checkpoints)
     world, shape = checked(config)
     with running(world, run.timeout_seconds):
         train_policy(config, shape, world)

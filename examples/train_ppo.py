@@ -14,8 +14,9 @@ from megarl.advantages import GeneralizedAdvantages
 from megarl.cli import checked, parse, refusing_wrong_values
 from megarl.config import CriticSettings, PolicyConfig, RolloutSettings, RunSettings
 from megarl.losses import ClippedValueLoss, clipped
+from megarl.policy_run import train_policy
 from megarl.recipes import PPO, KLReward, Recipe
-from megarl.trainer import train_policy
+from parallel.checkpoint_folder import CheckpointSettings
 from parallel.launch import running
 from parallel.mesh import Layout
 from parallel.optimizer import OptimizerSettings
@@ -52,10 +53,10 @@ class PPOSettings:
 
 def main() -> None:
     sections = [RunSettings(), RolloutSettings(group_size=1), CriticSettings(), PPOSettings()]
-    sections += [Layout(), OptimizerSettings()]
-    run, rollout, critic, ppo, layout, optimizer = parse(__doc__, sections)
+    sections += [Layout(), OptimizerSettings(), CheckpointSettings()]
+    run, rollout, critic, ppo, layout, optimizer, checkpoints = parse(__doc__, sections)
     with refusing_wrong_values():
-        config = PolicyConfig(run, rollout, layout, optimizer, recipe=ppo.recipe(), critic=critic)
+        config = PolicyConfig(run, rollout, layout, optimizer, ppo.recipe(), critic, checkpoints)
     world, shape = checked(config)
     with running(world, run.timeout_seconds):
         train_policy(config, shape, world)

@@ -15,15 +15,16 @@ from megarl.cli import checked, parse
 from megarl.config import RunSettings
 from megarl.config_preferences import PreferenceSettings, RewardModelConfig
 from megarl.reward_model import train_reward_model
+from parallel.checkpoint_folder import CheckpointSettings
 from parallel.launch import running
 from parallel.mesh import Layout
 from parallel.optimizer import OptimizerSettings
 
 
 def main() -> None:
-    sections = [RunSettings(), PreferenceSettings(), Layout(), OptimizerSettings()]
-    run, data, layout, optimizer = parse(__doc__, sections)
-    config = RewardModelConfig(run, data, layout, optimizer)
+    sections = [RunSettings(), PreferenceSettings(), Layout(), OptimizerSettings(), CheckpointSettings()]
+    run, data, layout, optimizer, checkpoints = parse(__doc__, sections)
+    config = RewardModelConfig(run, data, layout, optimizer, checkpoints=checkpoints)
     world, shape = checked(config)
     with running(world, run.timeout_seconds):
         train_reward_model(config, shape, world)

@@ -19,6 +19,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.recipes import Recipe
 from megarl.rewards.scoring import load_reward
 from megarl.tracking import WandbMode, check_wandb
+from parallel.checkpoint_folder import CheckpointSettings
 from parallel.hf_checks import check_hf, has_scalar_head
 from parallel.hf_tensors import SCORE, Head
 from parallel.mesh import Layout
@@ -51,6 +52,7 @@ class RunSettings:
     seed: int = option(0, "of data order, sampling and new heads")
     num_steps: int = option(120, "training steps")
     max_tokens_per_pack: int = option(4096, "token budget of a micro-batch (a pack of whole sequences)")
+    resume: bool = option(False, "go on from the newest checkpoint of the output folder; without one start anew")
     wandb: WandbMode = option(
         "disabled", "Weights & Biases: offline writes to the run folder, online needs WANDB_API_KEY"
     )
@@ -79,8 +81,8 @@ class RunSettings:
         return shape
 
     def _check_output(self) -> None:
-        if any((self.output / name).exists() for name in ("hf", "metrics.jsonl")):
-            raise ValueError(f"output: {str(self.output)!r} already holds a run, allowed: another folder")
+        if not self.resume and any((self.output / name).exists() for name in ("hf", "metrics.jsonl", "checkpoints")):
+            raise ValueError(f"output: {str(self.output)!r} already holds a run, allowed: another folder, or resume")
         check_folder("output", self.output)
 
 
@@ -210,6 +212,7 @@ class PolicyConfig:
     optimizer: OptimizerSettings
     recipe: Recipe
     critic: CriticSettings = CriticSettings()
+    checkpoints: CheckpointSettings = CheckpointSettings()
 
     def check(self, world_size: int) -> QwenShape:
         """Check all values before anything is built; returns the model's shape.
@@ -226,6 +229,7 @@ class PolicyConfig:
         self._check_group_size()
         self._check_cache()
         self.critic.check()
+        self.checkpoints.check()
         for name, folder in (("critic_model", self.critic.critic_model), ("reward_model", self.rollout.reward_model)):
             if folder is not None:
                 _check_same_tokens(name, folder, shape, self.layout, world_size)
@@ -273,12 +277,14 @@ class SFTConfig:
     data: DemonstrationSettings
     layout: Layout
     optimizer: OptimizerSettings
+    checkpoints: CheckpointSettings = CheckpointSettings()
 
     def check(self, world_size: int) -> QwenShape:
         """As `PolicyConfig.check`."""
         shape = self.run.check()
         self.layout.check(shape, world_size)
         self.data.check()
+        self.checkpoints.check()
         check_vocabulary(self.run.model, shape)
         return shape
 

@@ -9,6 +9,7 @@ from typing import Literal
 from megarl.config import RunSettings, check_folder, check_vocabulary, share_prompts_option
 from megarl.data.preferences import TRUNCATIONS, Truncation, read_preference_rows
 from megarl.losses import PreferenceLoss
+from parallel.checkpoint_folder import CheckpointSettings
 from parallel.mesh import Layout
 from parallel.optimizer import OptimizerSettings
 from parallel.options import option
@@ -99,6 +100,7 @@ class RewardModelConfig:
     data: PreferenceSettings
     layout: Layout
     optimizer: OptimizerSettings
+    checkpoints: CheckpointSettings = CheckpointSettings()
 
     def check(self, world_size: int) -> QwenShape:
         """Check all values before anything is built; returns the model's shape.
@@ -120,6 +122,7 @@ class DPOConfig:
     layout: Layout
     optimizer: OptimizerSettings
     dpo: DPOSettings
+    checkpoints: CheckpointSettings = CheckpointSettings()
 
     def check(self, world_size: int) -> QwenShape:
         """As `RewardModelConfig.check`."""
@@ -134,5 +137,6 @@ PreferenceConfig = DPOConfig | RewardModelConfig
 
 def _check_common(config: PreferenceConfig, shape: QwenShape, world_size: int) -> None:
     config.layout.check(shape, world_size)
+    config.checkpoints.check()
     config.data.check(shape, config.run.max_tokens_per_pack)
     check_vocabulary(config.run.model, shape)

@@ -20,20 +20,20 @@ from megarl.aggregation import GlobalCounts
 from megarl.batch import Sample, TrainPack, balance, pack_units, shares_prompts
 from megarl.config_preferences import PreferenceConfig, longest_row
 from megarl.data.preferences import PreferencePair, Truncation, read_preferences, truncate
-from megarl.data.prompts import rows_at
+from megarl.data.prompts import fingerprint, rows_at
 from megarl.data.tokenizer import load_tokenizer, response_end
+from megarl.keeper import RunKeeper, RunStopped
 from megarl.model_card import model_card
-from megarl.progress import Progress
-from megarl.report import PAIR_PANELS, draw_curves
+from megarl.report import PAIR_PANELS
 from megarl.run_folder import end_run
-from megarl.tracking import Tracker
+from megarl.state import RowState
 from megarl.updates import LossHead, Metrics, count_skipped, reduce_metrics, take_step
+from parallel.checkpoint import Saved
 from parallel.mesh import Mesh
 from parallel.model import QwenModel
 from parallel.optimizer import Trainable
 from parallel.qwen import QwenShape
 from parallel.schedule import forward
-from parallel.weights import export_hf
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +140,7 @@ class PairTrainer:
         self.trainable = trainable
         self.data = data
         self.head = head
-        self.num_steps = 0
-        self.num_skipped = 0
+        self.state = RowState(fingerprint=_fingerprint(data.train))
 
     def step(self) -> dict[str, float]:
         """Take one optimizer step; the order of the pairs is a function of (seed, epoch).
@@ -152,12 +151,12 @@ class PairTrainer:
             RuntimeError: `MAX_SKIPPED_STEPS` steps in a row had a loss or gradient that was not finite.
         """
         size, train = self.config.data.batch_size, self.data.train
-        positions = range(self.num_steps * size, (self.num_steps + 1) * size)
+        positions = range(self.state.step * size, (self.state.step + 1) * size)
         packs, num_pairs = self._packs([train[row] for row in rows_at(positions, len(train), self.config.run.seed)])
         head = mean_over_pairs(self.head, num_pairs)
-        metrics = take_step(self.trainable, packs, num_pairs, head, self.num_steps)
-        self.num_skipped = count_skipped(self.num_skipped, metrics, num_pairs)
-        self.num_steps += 1
+        metrics = take_step(self.trainable, packs, num_pairs, head, self.state.step)
+        self.state.num_skipped = count_skipped(self.state.num_skipped, metrics, num_pairs)
+        self.state.step += 1
         return metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -180,34 +179,49 @@ class PairTrainer:
 
 
 def run_training(name: str, trainer: PairTrainer, plain: dict[str, Any]) -> dict[str, float]:
-    """Train, evaluate and export; files as `megarl.trainer.train_policy`.
+    """Train, evaluate and export, or go on where the last checkpoint was; files as `megarl.policy_run.train_policy`.
 
     Args:
         name: of the algorithm, for progress and titles.
         plain: the config as plain values.
 
-    Returns: the summary's numbers, on all ranks.
+    Returns: the summary's numbers, on all ranks; those so far, if the run was stopped.
     """
-    run, every, mesh = trainer.config.run, trainer.config.data.eval_every, trainer.trainable.mesh
-    with (
-        Tracker(run.output, rank=mesh.rank, config=plain, wandb_mode=run.wandb) as tracker,
-        Progress(name, run.num_steps, rank=mesh.rank, interval_seconds=run.progress_seconds) as progress,
-    ):
-        summary = {f"{metric}_before": value for metric, value in trainer.evaluate().items()}
-        started = time.perf_counter()
-        while trainer.num_steps < run.num_steps:
-            metrics = trainer.step()
-            if every and trainer.num_steps % every == 0:
-                metrics |= {f"eval_{metric}": value for metric, value in trainer.evaluate().items()}
-            tracker.log(trainer.num_steps, metrics)
-            shown = ("loss", "accuracy", "margin", "grad_norm")
-            progress.update(trainer.num_steps, {metric: metrics[metric] for metric in shown if metric in metrics})
-        summary["training_seconds"] = time.perf_counter() - started
-        summary |= {f"{metric}_after": value for metric, value in trainer.evaluate().items()}
-        tracker.summarize({**summary, "world_size": mesh.world_size})
-        card = model_card(name, plain, summary)
-        export_hf(run.output / "hf", trainer.trainable.models, mesh, source_folder=run.model, card=card)
-    if mesh.rank == 0:
-        draw_curves(run.output, f"{name}: {run.output.name}", PAIR_PANELS)
-    end_run(run.output, mesh)
+    run, mesh = trainer.config.run, trainer.trainable.mesh
+    saved = Saved(trainer.trainable, run.model)
+    with RunKeeper(trainer.config, mesh, plain, name, {"policy": saved}) as keeper:
+        trainer.state = keeper.row_state(trainer.state)
+        try:
+            _train(trainer, keeper)
+        except RunStopped as stopped:
+            logger.warning("%s", stopped)
+            return trainer.state.summary
+        summary = trainer.state.summary
+        keeper.tracker.summarize({**summary, "world_size": mesh.world_size})
+        keeper.export(run.output / "hf", saved, model_card(name, plain, summary))
+    end_run(run.output, mesh, f"{name}: {run.output.name}", PAIR_PANELS)
     return summary
+
+
+def _train(trainer: PairTrainer, keeper: RunKeeper) -> None:
+    """Take the steps that are left, with evaluations and checkpoints; fills the summary in the state."""
+    every, state = trainer.config.data.eval_every, trainer.state
+    if state.step == 0:
+        state.summary |= {f"{metric}_before": value for metric, value in trainer.evaluate().items()}
+    while state.step < trainer.config.run.num_steps:
+        started = time.perf_counter()
+        with keeper.saving_rows(state):
+            metrics = trainer.step()
+        if every and state.step % every == 0:
+            metrics |= {f"eval_{metric}": value for metric, value in trainer.evaluate().items()}
+        shown = ("loss", "accuracy", "margin", "grad_norm")
+        keeper.log(state.step, metrics, {metric: metrics[metric] for metric in shown if metric in metrics})
+        state.training_seconds += time.perf_counter() - started
+        keeper.after_row_step(state, metrics)
+    state.summary["training_seconds"] = state.training_seconds
+    state.summary |= {f"{metric}_after": value for metric, value in trainer.evaluate().items()}
+
+
+def _fingerprint(units: Sequence[Unit]) -> str:
+    """A hash of the pairs, to notice another file."""
+    return fingerprint([(list(sample.prompt), list(sample.response)) for unit in units for sample in unit])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
+import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.config import RunSettings, to_plain
+from megarl.report import PANELS, draw_curves
+from parallel.checkpoint_folder import CheckpointSettings
 from parallel.launch import World
 from parallel.mesh import Layout, Mesh, build_mesh
 from parallel.qwen import QwenShape
@@ -24,6 +29,9 @@ class RunConfig(Protocol):
 
     @property
     def layout(self) -> Layout: ...
+
+    @property
+    def checkpoints(self) -> CheckpointSettings: ...
 
     def check(self, world_size: int) -> QwenShape: ...
 
@@ -44,9 +52,10 @@ def begin_run(config: RunConfig, world: World) -> tuple[Mesh, dict[str, Any]]:
     return mesh, plain
 
 
-def end_run(output: Path, mesh: Mesh) -> None:
-    """Say where a finished run has left its results."""
+def end_run(output: Path, mesh: Mesh, title: str, panels: Mapping[str, str] = PANELS) -> None:
+    """Draw a finished run's curves, and say where it has left its results."""
     if mesh.rank == 0:
+        draw_curves(output, title, panels)
         sys.stdout.write(
             f"model {output / 'hf'}   metrics {output / 'metrics.jsonl'}   curves {output / 'curves.png'}\n"
         )
@@ -54,10 +63,12 @@ def end_run(output: Path, mesh: Mesh) -> None:
 
 
 def log_to(folder: Path, rank: int) -> None:
-    """Send log lines to `folder/logs/rank_N.log` (from INFO) and, on rank 0, to stderr (from WARNING)."""
+    """Send log lines to `folder/logs/rank_N.log` (from INFO) and, on rank 0, to stderr (from WARNING). On the signal
+    SIGUSR2 the stacks of all threads go to that file, too: where does a rank hang?"""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     form = logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s")
-    to_file = logging.FileHandler(folder / "logs" / f"rank_{rank}.log", encoding="utf-8")
+    path = folder / "logs" / f"rank_{rank}.log"
+    to_file = logging.FileHandler(path, encoding="utf-8")
     handlers: list[logging.Handler] = [to_file]
     if rank == 0:
         to_terminal = logging.StreamHandler(sys.stderr)
@@ -65,4 +76,5 @@ def log_to(folder: Path, rank: int) -> None:
         handlers.append(to_terminal)
     for handler in handlers:
         handler.setFormatter(form)
+    faulthandler.register(signal.SIGUSR2, path.open("a"), all_threads=True)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -11,23 +12,24 @@ from megarl.aggregation import token_mean
 from megarl.batch import Sample, balance, build_packs, count_globally
 from megarl.config import DTYPES, SFTConfig
 from megarl.data.demonstrations import Demonstration, read_demonstrations
-from megarl.data.prompts import rows_at
+from megarl.data.prompts import fingerprint, rows_at
 from megarl.data.tokenizer import load_tokenizer, response_end
+from megarl.keeper import RunKeeper, RunStopped
 from megarl.model_card import model_card
-from megarl.progress import Progress
-from megarl.report import draw_curves
 from megarl.run_folder import begin_run, end_run
-from megarl.tracking import Tracker
+from megarl.state import RowState
 from megarl.updates import count_skipped, sft_token_loss, update
+from parallel.checkpoint import Saved
 from parallel.launch import World
 from parallel.model import build_model
 from parallel.optimizer import Trainable
 from parallel.qwen import QwenShape
-from parallel.weights import export_hf
+
+logger = logging.getLogger(__name__)
 
 
 def train_sft(config: SFTConfig, shape: QwenShape, world: World) -> dict[str, float]:
-    """Fine-tune from a HF folder to a HF folder; files as `megarl.trainer.train_policy`.
+    """Fine-tune from a HF folder to a HF folder; files as `megarl.policy_run.train_policy`.
 
     Returns: the summary's numbers, on all ranks.
     """
@@ -39,31 +41,48 @@ def train_sft(config: SFTConfig, shape: QwenShape, world: World) -> dict[str, fl
     check_lengths(demonstrations, min(run.max_tokens_per_pack, shape.max_position_embeddings))
     policy = Trainable(build_model(shape, mesh, DTYPES[run.dtype]), mesh, config.optimizer)
     policy.load_hf(run.model, seed=run.seed)
-    started = time.perf_counter()
-    metrics: dict[str, float] = {}
-    num_skipped = 0
-    with (
-        Tracker(run.output, rank=mesh.rank, config=plain, wandb_mode=run.wandb) as tracker,
-        Progress("sft", run.num_steps, rank=mesh.rank, interval_seconds=run.progress_seconds) as progress,
-    ):
-        for step in range(run.num_steps):
-            batch = batch_of(demonstrations, step, config.data.batch_size, run.seed)
-            share = balance([sample.num_tokens for sample in batch], mesh.data_size)[mesh.data_rank]
-            mine = [batch[index] for index in share]
-            counts = count_globally(mine, mesh)
-            packs = build_packs(mine, run.max_tokens_per_pack, token_mean, counts, mesh)
-            metrics = update(policy, packs, counts, sft_token_loss, step)
-            num_skipped = count_skipped(num_skipped, metrics, counts.num_tokens)
-            tracker.log(step + 1, metrics)
-            progress.update(step + 1, {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics})
-        summary = {"training_seconds": time.perf_counter() - started, "final_loss": metrics.get("loss", float("nan"))}
-        tracker.summarize({**summary, "world_size": mesh.world_size})
-        card = model_card("sft", plain, summary)
-        export_hf(run.output / "hf", policy.models, mesh, source_folder=run.model, card=card)
-    if mesh.rank == 0:
-        draw_curves(run.output, f"sft: {run.output.name}")
-    end_run(run.output, mesh)
-    return summary
+    saved = Saved(policy, run.model)
+    state = RowState(fingerprint=fingerprint([(list(one.prompt), list(one.response)) for one in demonstrations]))
+    with RunKeeper(config, mesh, plain, "sft", {"policy": saved}) as keeper:
+        state = keeper.row_state(state)
+        try:
+            _train(config, demonstrations, policy, state, keeper)
+        except RunStopped as stopped:
+            logger.warning("%s", stopped)
+            return state.summary
+        keeper.tracker.summarize({**state.summary, "world_size": mesh.world_size})
+        keeper.export(run.output / "hf", saved, model_card("sft", plain, state.summary))
+    end_run(run.output, mesh, f"sft: {run.output.name}")
+    return state.summary
+
+
+def _train(
+    config: SFTConfig,
+    demonstrations: Sequence[Demonstration],
+    policy: Trainable,
+    state: RowState,
+    keeper: RunKeeper,
+) -> None:
+    """Take the steps that are left, with checkpoints; fills the summary in the state."""
+    run, mesh = config.run, policy.mesh
+    while state.step < run.num_steps:
+        started = time.perf_counter()
+        batch = batch_of(demonstrations, state.step, config.data.batch_size, run.seed)
+        share = balance([sample.num_tokens for sample in batch], mesh.data_size)[mesh.data_rank]
+        mine = [batch[index] for index in share]
+        counts = count_globally(mine, mesh)
+        packs = build_packs(mine, run.max_tokens_per_pack, token_mean, counts, mesh)
+        with keeper.saving_rows(state):
+            metrics = update(policy, packs, counts, sft_token_loss, state.step)
+            state.num_skipped = count_skipped(state.num_skipped, metrics, counts.num_tokens)
+        state.step += 1
+        keeper.log(state.step, metrics, {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics})
+        state.training_seconds += time.perf_counter() - started
+        state.summary |= {
+            "training_seconds": state.training_seconds,
+            "final_loss": metrics.get("loss", float("nan")),
+        }
+        keeper.after_row_step(state, metrics)
 
 
 def check_lengths(demonstrations: Sequence[Demonstration], max_tokens: int) -> None:

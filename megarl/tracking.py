@@ -42,9 +42,8 @@ class Tracker:
     reduced metrics, also where the loss lives on the last pipeline stage.
 
     Files in the run folder:
-        metrics.jsonl: one object per `log` call with "step" first, flushed at once. A resumed run appends, so a step
-            that is done again is there twice and the later record is the valid one. NaN and infinities, which JSON
-            lacks, are the strings "nan", "inf" and "-inf" (`float` reads them back).
+        metrics.jsonl: one object per `log` call with "step" first, flushed at once. A resumed run appends. NaN and
+            infinities, which JSON lacks, are the strings "nan", "inf" and "-inf" (`float` reads them back).
         summary.json: the last value of every metric, what `summarize` was given, and "status", "finished" or "failed".
         wandb/, wandb_id: only with wandb; by the id a resumed online run continues the same wandb run (offline, each
             process writes a wandb run of its own).
@@ -55,6 +54,8 @@ class Tracker:
         config: plain values, for wandb.
         wandb_mode: "disabled"; "offline" writes to the run folder, for `wandb sync` later; "online" needs a key.
         project: wandb project.
+        resume_step: of a run that goes on after this step: records of later steps, which it will take again, are
+            dropped, so that the file reads as if nothing had happened.
 
     Raises:
         ValueError: see `check_wandb`.
@@ -68,6 +69,7 @@ class Tracker:
         config: Mapping[str, Any],
         wandb_mode: WandbMode = "disabled",
         project: str = "megarl",
+        resume_step: int | None = None,
     ) -> None:
         self._run_folder = run_folder
         self._summary: dict[str, Any] = {}
@@ -79,6 +81,8 @@ class Tracker:
         run_folder.mkdir(parents=True, exist_ok=True)
         if wandb_mode != "disabled":
             self._wandb_run = _start_wandb(run_folder, wandb_mode, project, config)
+        if resume_step is not None:
+            _drop_later(run_folder / "metrics.jsonl", resume_step)
         self._file = _open_for_appending(run_folder / "metrics.jsonl")
 
     def __enter__(self) -> Tracker:
@@ -158,6 +162,24 @@ def _stored_id(path: Path) -> str:
     if not path.exists():
         path.write_text(secrets.token_hex(4), encoding="utf-8")
     return path.read_text(encoding="utf-8")
+
+
+def _drop_later(path: Path, step: int) -> None:
+    """Remove the records after a step."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(b"".join(kept))
+    partial.replace(path)
+
+
+def _step_of(line: bytes) -> float:
+    """Return the step of a record; infinity for a line that a killed process left unfinished."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _open_for_appending(path: Path) -> TextIO:

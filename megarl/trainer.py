@@ -7,9 +7,9 @@ that filtering, advantages and balancing are the same deterministic computation 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from megarl.assessor import Assessor, build_critic, build_reference, build_reward_model, next_kl_coefficient
@@ -18,13 +18,10 @@ from megarl.config import DTYPES, PolicyConfig
 from megarl.data.prompts import PromptExample, PromptSource
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 from megarl.evaluate import Evaluator
-from megarl.groups import Group, GroupCollector, observed_keep_rate
-from megarl.model_card import model_card
-from megarl.progress import Progress
-from megarl.report import draw_curves
-from megarl.responses import OpenGroup, Responder
+from megarl.groups import GroupCollector, observed_keep_rate
+from megarl.responses import Responder
 from megarl.rewards.scoring import load_reward
-from megarl.run_folder import begin_run, end_run
+from megarl.state import State, StepUnderWay
 from megarl.step_metrics import (
     advantage_metrics,
     mean_metrics,
@@ -33,36 +30,16 @@ from megarl.step_metrics import (
     share_of_older,
     used_memory,
 )
-from megarl.tracking import Tracker
 from megarl.updates import PolicyTokenLoss, count_skipped, take_step, update, value_head
-from parallel.launch import World
 from parallel.mesh import Mesh
 from parallel.model import build_model
 from parallel.optimizer import Trainable
 from parallel.qwen import QwenShape
 from parallel.reshard import Resharder, build_inference_mesh
-from parallel.weights import export_hf
 from rollout.engine import Engine
 from rollout.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class State:
-    """Where a run stands: everything but weights and optimizer that the next step depends on."""
-
-    step: int = 0
-    optimizer_step: int = 0
-    num_prompts_used: int = 0
-    num_skipped: int = 0
-    critic_step: int = 0
-    num_critic_skipped: int = 0
-    kl_coefficient: float = 0.0
-    keep_rate: float = 1.0
-    exhausted: bool = False
-    unfinished: list[OpenGroup] = field(default_factory=list)
-    surplus: list[Group] = field(default_factory=list)
 
 
 class PolicyTrainer:
@@ -72,6 +49,7 @@ class PolicyTrainer:
         self.config = config
         self.mesh = mesh
         self.state = State()
+        self.at_border: Callable[[str], None] = _no_border
         run, rollout = config.run, config.rollout
         self.tokenizer = load_tokenizer(run.model)
         self.prompts = PromptSource(rollout.prompts, self.tokenizer, rollout.max_prompt_tokens)
@@ -89,6 +67,9 @@ class PolicyTrainer:
             seed=run.seed,
         )
         self.sampling.check_for_training()
+        self.state.fingerprint = self.prompts.fingerprint
+        self.state.group_size, self.state.num_mini_batches = rollout.group_size, rollout.num_mini_batches
+        self.state.num_epochs = rollout.num_epochs
 
     def _build_responder(self, shape: QwenShape) -> Responder:
         rollout, models, mesh, refresh = self.config.rollout, self.policy.models, self.mesh, None
@@ -113,6 +94,7 @@ class PolicyTrainer:
             require_finished=rollout.require_finished,
             reward_threads=rollout.reward_threads,
             refresh=refresh,
+            expected=self.state.expected,
         )
 
     def evaluator(self) -> Evaluator:
@@ -124,26 +106,47 @@ class PolicyTrainer:
         return Evaluator(self.responder, source.rows[: rollout.eval_max_prompts], self.sampling)
 
     def step(self) -> dict[str, float]:
-        """Run one on-policy step; returns its metrics, equal on all ranks but for times and memory."""
-        started = time.perf_counter()
-        groups, metrics = self.generate_groups()
-        generated = time.perf_counter()
-        samples = self.assign_advantages(groups)
-        metrics |= advantage_metrics(samples, self.state.kl_coefficient)
-        self.state.kl_coefficient = next_kl_coefficient(self.config, self.state.kl_coefficient, samples)
-        assigned = time.perf_counter()
-        updates = [self.learn(piece) for _ in range(self.config.rollout.num_epochs) for piece in self.split(samples)]
-        metrics |= mean_metrics(updates)
-        self.state.step += 1
-        now = time.perf_counter()
-        trained = sum(sample.num_tokens for sample in samples)
-        return metrics | {
-            "rollout_seconds": generated - started,
-            "scoring_seconds": assigned - generated,
-            "train_seconds": now - assigned,
-            "tokens_per_second": trained / (now - started),
-            "rollout_tokens_per_second": metrics["generated_tokens"] / (generated - started),
-            "train_tokens_per_second": trained * self.config.rollout.num_epochs / (now - assigned),
+        """Run one on-policy step, or what is left of it; returns its metrics, equal on all ranks but for times and
+        memory. `at_border` is called after each phase: "rollout", "assessment" (advantages), "update" (one optimizer
+        step); between two of them all that the step has found lies in `state`."""
+        state, clock = self.state, time.perf_counter
+        if state.under_way is None:
+            started = clock()
+            groups, metrics = self.generate_groups()
+            state.under_way = StepUnderWay(groups, metrics, rollout_seconds=clock() - started)
+            self.at_border("rollout")
+        step = state.under_way
+        if step.samples is None:
+            started = clock()
+            step.samples = self.assign_advantages(step.groups)
+            step.metrics |= advantage_metrics(step.samples, state.kl_coefficient)
+            state.kl_coefficient = next_kl_coefficient(self.config, state.kl_coefficient, step.samples)
+            step.scoring_seconds = clock() - started
+            self.at_border("assessment")
+        pieces = self.split(step.samples) * self.config.rollout.num_epochs
+        for piece in pieces[len(step.updates) :]:
+            started = clock()
+            step.updates.append(self.learn(piece))
+            step.train_seconds += clock() - started
+            self.at_border("update")
+        state.step += 1
+        state.under_way = None
+        return self._metrics_of(step)
+
+    def _metrics_of(self, step: StepUnderWay) -> dict[str, float]:
+        """Return the metrics of a step that is done."""
+        assert step.samples is not None
+        trained = sum(sample.num_tokens for sample in step.samples)
+        seconds = step.rollout_seconds + step.scoring_seconds + step.train_seconds
+        return {
+            **step.metrics,
+            **mean_metrics(step.updates),
+            "rollout_seconds": step.rollout_seconds,
+            "scoring_seconds": step.scoring_seconds,
+            "train_seconds": step.train_seconds,
+            "tokens_per_second": _rate(trained, seconds),
+            "rollout_tokens_per_second": _rate(step.metrics["generated_tokens"], step.rollout_seconds),
+            "train_tokens_per_second": _rate(trained * self.config.rollout.num_epochs, step.train_seconds),
             "memory_gib": used_memory(self.mesh) / 2**30,
         }
 
@@ -245,48 +248,37 @@ class PolicyTrainer:
         state.num_skipped = count_skipped(state.num_skipped, metrics, counts.num_tokens)
         return metrics
 
+    def restore(self, state: State) -> None:
+        """Go on from a state that was saved; models and optimizers are loaded elsewhere.
 
-def train_policy(config: PolicyConfig, shape: QwenShape, world: World) -> dict[str, float]:
-    """Train a policy from a HF folder to a HF folder; the default process group must be running.
-
-    Writes `config.json`, `metrics.jsonl`, `summary.json`, `logs/` and the trained model `hf/` to the run folder.
-
-    Returns: the summary's numbers, on all ranks.
-    """
-    run = config.run
-    mesh, plain = begin_run(config, world)
-    trainer = PolicyTrainer(config, shape, mesh)
-    evaluator = trainer.evaluator()
-    summary: dict[str, float] = {}
-    with (
-        Tracker(run.output, rank=mesh.rank, config=plain, wandb_mode=run.wandb) as tracker,
-        Progress(config.recipe.name, run.num_steps, rank=mesh.rank, interval_seconds=run.progress_seconds) as progress,
-    ):
-        summary |= {f"{name}_before": value for name, value in evaluator.run().items()}
-        started = time.perf_counter()
-        while trainer.state.step < run.num_steps:
-            metrics = trainer.step()
-            if config.rollout.eval_every and trainer.state.step % config.rollout.eval_every == 0:
-                metrics |= {f"eval_{name}": value for name, value in evaluator.run().items()}
-            tracker.log(trainer.state.step, metrics)
-            progress.update(trainer.state.step, _shown(metrics))
-            if trainer.state.exhausted and config.rollout.on_exhausted == "stop":
-                summary["stopped_at_step"] = trainer.state.step
-                break
-        summary["training_seconds"] = time.perf_counter() - started
-        summary |= {f"{name}_after": value for name, value in evaluator.run().items()}
-        tracker.summarize({**summary, "world_size": mesh.world_size})
-        card = model_card(config.recipe.name, plain, summary)
-        export_hf(run.output / "hf", trainer.policy.models, mesh, source_folder=run.model, card=card)
-        if trainer.critic is not None:
-            source = config.critic.critic_model or run.model
-            export_hf(run.output / "critic", trainer.critic.models, mesh, source_folder=source)
-    if mesh.rank == 0:
-        draw_curves(run.output, f"{config.recipe.name}: {run.output.name}")
-    end_run(run.output, mesh)
-    return summary
+        Raises:
+            ValueError: it doesn't go with the config or its data.
+        """
+        rollout = self.config.rollout
+        if state.fingerprint != self.prompts.fingerprint:
+            raise ValueError(
+                f"prompts: {str(rollout.prompts)!r} are not those of the run's checkpoint, allowed: the same prompts "
+                "(max_prompt_tokens counts, too), or a new run from the exported model"
+            )
+        allowed = (state.group_size, state.num_mini_batches, state.num_epochs)
+        given = (rollout.group_size, rollout.num_mini_batches, rollout.num_epochs)
+        if state.under_way is not None and given != allowed:
+            raise ValueError(
+                f"group_size, num_mini_batches, num_epochs: got {given}, allowed for the step under way: {allowed}"
+            )
+        if rollout.group_size != state.group_size and (state.surplus or state.unfinished):
+            raise ValueError(f"group_size: got {given[0]}, allowed with groups left over: {allowed[0]}")
+        state.group_size, state.num_mini_batches, state.num_epochs = given
+        self.responder.expected.means, self.responder.expected.total = state.expected.means, state.expected.total
+        state.expected = self.responder.expected
+        state.num_skipped = state.num_critic_skipped = 0
+        self.state = state
 
 
-def _shown(metrics: dict[str, float]) -> dict[str, float]:
-    names = ("score", "loss", "entropy", "grad_norm", "response_tokens")
-    return {name: metrics[name] for name in names if name in metrics}
+def _rate(amount: float, seconds: float) -> float:
+    """A restarted run may have no time for a phase that was done before."""
+    return amount / seconds if seconds else math.nan
+
+
+def _no_border(phase: str) -> None:
+    """What happens at the border of a phase unless a run is saved there."""

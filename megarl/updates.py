@@ -35,6 +35,11 @@ TokenLoss = Callable[[Tensor, Tensor, TrainPack], tuple[Tensor, Metrics]]
 MAX_SKIPPED_STEPS = 10
 """Optimizer steps in a row that may be skipped for a non-finite loss or gradient before the run stops."""
 
+
+class NotFinite(RuntimeError):
+    """Too many optimizer steps in a row had a loss or gradient that was not finite."""
+
+
 MAX_PREFIX = "max_"
 """Metrics whose name begins so, of values from 0 up, are reduced by maximum; all others are weighted sums."""
 
@@ -151,12 +156,12 @@ def count_skipped(num_skipped: int, metrics: dict[str, float], num_items: int) -
     """Return how many optimizer steps in a row were skipped for what is not finite, the one of `metrics` included.
 
     Raises:
-        RuntimeError: `MAX_SKIPPED_STEPS` were.
+        NotFinite: `MAX_SKIPPED_STEPS` were.
     """
     if metrics["applied"] or not num_items:
         return 0
     if num_skipped + 1 >= MAX_SKIPPED_STEPS:
-        raise RuntimeError(f"{num_skipped + 1} optimizer steps in a row had a loss or gradient that was not finite")
+        raise NotFinite(f"{num_skipped + 1} optimizer steps in a row had a loss or gradient that was not finite")
     return num_skipped + 1
 
 

@@ -41,12 +41,11 @@ class CheckpointSettings:
     save_async: bool = option(True, "write in the background while training goes on")
     keep_last: int = option(2, "newest checkpoints to keep")
     keep_best: int = option(0, "further checkpoints to keep, those best by best_metric")
-    best_metric: str = option("eval_score", "metric of a step that keep_best compares")
+    best_metric: str = option("eval_accuracy", "metric of a step that keep_best compares")
     best_is: Literal["highest", "lowest"] = option("highest", "whether a higher or a lower best_metric is better")
     save_rollouts: bool = option(
         True, "save each step's responses, so that a restarted run need not generate them again"
     )
-    resume: bool = option(False, "go on from the newest checkpoint of the output folder; without one start anew")
 
     def check(self) -> None:
         """Raise ValueError for a value that isn't allowed, naming field, value and allowed values."""

@@ -65,6 +65,11 @@ def encode_prompt(tokenizer: Tokenizer, messages: tuple[dict[str, str], ...]) ->
     return tokenizer.encode(messages[0]["content"])
 
 
+def fingerprint(rows: Sequence[Any]) -> str:
+    """Return a hash of rows of JSON values: another one where a file has changed."""
+    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
+
+
 @lru_cache(maxsize=4)
 def order(num_prompts: int, seed: int, epoch: int) -> tuple[int, ...]:
     """Return the order of an epoch: a permutation of `range(num_prompts)`, a pure function of its arguments."""
@@ -108,8 +113,7 @@ class PromptSource:
         level = logging.WARNING if self.num_too_long else logging.INFO
         summary = "%s: %d of %d prompts left out, longer than max_prompt_tokens = %d (the longest has %d tokens)"
         logger.log(level, summary, path, self.num_too_long, len(examples), max_prompt_tokens, longest)
-        content = json.dumps([(row.messages, row.answer, row.tokens) for row in self.rows])
-        self.fingerprint = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+        self.fingerprint = fingerprint([(row.messages, row.answer, row.tokens) for row in self.rows])
 
     def __len__(self) -> int:
         return len(self.rows)

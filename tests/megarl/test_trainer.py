@@ -9,10 +9,11 @@ import torch
 from megarl.batch import Sample
 from megarl.config import PolicyConfig
 from megarl.data.prompts import PromptExample, user_message, write_prompts
+from megarl.policy_run import train_policy
 from megarl.recipes import DAPO, GRPO, KLTerm
 from megarl.shaping import soft_overlong
 from megarl.step_metrics import mean_metrics
-from megarl.trainer import PolicyTrainer, train_policy
+from megarl.trainer import PolicyTrainer
 from megarl.updates import MAX_SKIPPED_STEPS
 from parallel.hf_folder import open_source
 from parallel.mesh import Layout, build_mesh

@@ -12,8 +12,8 @@ from megarl.advantages import GeneralizedAdvantages
 from megarl.batch import Sample
 from megarl.config import CriticSettings, PolicyConfig
 from megarl.passes import response_log_probs, state_values
+from megarl.policy_run import train_policy
 from megarl.recipes import DAPO, GRPO, PPO, REINFORCE_PP, KLReward
-from megarl.trainer import train_policy
 from parallel.hf_folder import open_source
 from parallel.mesh import Layout
 from tests.megarl.test_trainer import TIMES, build_trainer, take_steps
