@@ -106,12 +106,14 @@ class PolicyBorders:
         if self.rollouts is not None and (phase == "rollout" or (phase == "assessment" and self._assessment_is_work())):
             self.rollouts.write(state)
         done = len(state.under_way.updates)
+        logger.info("step %d: %s%s done", state.step + 1, phase, f" {done}" if phase == "update" else "")
         due = phase == "update" and every > 0 and done % every == 0 and not self._step_follows_at_once(done)
         self.keeper.at_border(Position(state.step, done), self._plain, due)
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Call it when the step, its evaluation and its records are done."""
         step = self.trainer.state.step
+        logger.info("step %d: done", step)
         self.keeper.at_border(Position(step), self._plain, self.keeper.step_is_due(step), metrics)
         if self.rollouts is not None:
             self.rollouts.remove_old()
