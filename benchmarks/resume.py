@@ -39,6 +39,7 @@ from examples.make_tiny_qwen import main as make_tiny_qwen
 from megarl.report import read_metrics
 
 NUM_STEPS = 6
+EVAL_EVERY = 2
 LIMIT_SECONDS = 300.0
 REWARD = """
 import time
@@ -52,7 +53,7 @@ def mixed(prompt, response, answer):
 """
 COMMON = (
     *("--num-steps", str(NUM_STEPS), "--prompts-per-step", "8", "--max-prompt-tokens", "40", "--max-new-tokens", "12"),
-    *("--eval-every", "2", "--eval-max-prompts", "8", "--lr", "1e-3", "--max-tokens-per-pack", "512"),
+    *("--eval-every", str(EVAL_EVERY), "--eval-max-prompts", "8", "--lr", "1e-3", "--max-tokens-per-pack", "512"),
     *("--no-require-finished", "--save-every", "1", "--save-every-updates", "1", "--seed", "5"),
 )
 FLAGS = {
@@ -143,9 +144,10 @@ def phases(log: str) -> list[str]:
     """Return the phases that a log says are done."""
     found = []
     for line in log.splitlines():
-        match = re.search(r"megarl\.borders: step (\d+): (.*)$", line)
-        if match and match[2].endswith("done"):
-            found.append(f"{match[1]} {match[2].removesuffix('done').strip() or 'evaluation'}")
+        match = re.search(r"megarl\.borders: step (\d+): (.*)done$", line)
+        evaluated = match and int(match[1]) % EVAL_EVERY == 0
+        if match and (match[2] or evaluated):
+            found.append(f"{match[1]} {match[2].strip() or 'evaluation'}")
     return found
 
 

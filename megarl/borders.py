@@ -113,8 +113,8 @@ class PolicyBorders:
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Call it when the step, its evaluation and its records are done."""
         step = self.trainer.state.step
-        logger.info("step %d: done", step)
         self.keeper.at_border(Position(step), self._plain, self.keeper.step_is_due(step), metrics)
+        logger.info("step %d: done", step)
         if self.rollouts is not None:
             self.rollouts.remove_old()
 

@@ -50,14 +50,14 @@ def build(world: World, layout: Layout, source: Path, dtype=torch.float32, head=
     return trainable
 
 
-def learn(trainable: Trainable) -> None:
+def learn(trainable: Trainable, lr: float = 1e-3) -> None:
     packs = [
         pack_sequences([tokens], [torch.arange(len(tokens)) > 0]) for tokens in draw_sequences([10, 14, 6, 8, 8, 12])
     ]
     trainable.zero_grad()
     mesh, scalar = trainable.mesh, trainable.models[0].head == "scalar"
     forward_backward(trainable.chunks, packs[mesh.data_rank :: mesh.data_size], partial(loss, scalar=scalar))
-    assert trainable.step(1e-3).applied
+    assert trainable.step(lr).applied
 
 
 def checkpoints(trainable: Trainable, root: Path, source: Path, **settings) -> Checkpoints:
