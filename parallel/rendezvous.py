@@ -103,9 +103,10 @@ def slurm_store(rank: int, world_size: int, environment: Mapping[str, str], time
     the first free one of the step's ports.
 
     Raises:
-        ValueError: MASTER_PORT is taken, or none of the ports is free or leads to rank 0.
+        ValueError: MASTER_PORT is taken, none of the ports is free or leads to rank 0, or the host has no address.
     """
     host = environment.get("MASTER_ADDR") or expand_nodes(environment["SLURM_STEP_NODELIST"])[0]
+    _check_resolves(host)
     name = ".".join(environment.get(part, "0") for part in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
     asked = environment.get("MASTER_PORT")
     ports = [int(asked)] if asked else step_ports(name)
@@ -116,6 +117,16 @@ def slurm_store(rank: int, world_size: int, environment: Mapping[str, str], time
     store = dist.TCPStore("localhost", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
     threading.Thread(target=_answer, args=(listener, name, store.port, world_size), daemon=True).start()
     return store
+
+
+def _check_resolves(host: str) -> None:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise ValueError(
+            f"MASTER_ADDR: no address is known for {host!r} ({error}); set it to that of the step's first node, which "
+            "`scontrol show node` states as NodeAddr"
+        ) from None
 
 
 def step_ports(name: str) -> list[int]:
