@@ -98,6 +98,11 @@ class Checkpoints:
             write.run()
         self.stall_seconds += time.perf_counter() - started
 
+    @property
+    def idle(self) -> bool:
+        """Whether no checkpoint is being written."""
+        return self._under_way is None or self._under_way.done()
+
     def wait(self) -> None:
         """Wait until the checkpoint under way is on the disk. Raises as `save`."""
         under_way, self._under_way = self._under_way, None
