@@ -21,7 +21,14 @@ def convert(arguments: Sequence[str]) -> None:
     main(arguments)
 
 
-COMMANDS = (generate, convert)
+def runs(arguments: Sequence[str]) -> None:
+    """List runs: where they stand, why they ended, their last metrics."""
+    from megarl.commands.runs import main
+
+    main(arguments)
+
+
+COMMANDS = (generate, convert, runs)
 """The first line of each docstring is the command's help; modules are imported only by the command that needs them."""
 
 
