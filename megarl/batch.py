@@ -32,6 +32,7 @@ class Sample:
         score: what the reward rule said; `reward` is the score after shaping. In a preference pair the scores differ by
             its margin.
         truncated: the response ended at the length limit.
+        timed_out: the reward rule gave no answer in time; the score is 0.
         in_loss: False: its tokens are masked out of the loss (truncated responses, if the recipe says so).
         loss_mask: for each response token whether it is learnt from (several turns in one response); None: all are.
         advantage: of every token of the response, or one for each, `[len(response)]`.
@@ -56,6 +57,7 @@ class Sample:
     values: Tensor | None = None
     returns: Tensor | None = None
     versions: Sequence[int] = ()
+    timed_out: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -114,7 +114,12 @@ class RolloutSettings:
         None, "tensor ranks of rollout, on a second copy of the weights without pipeline; none: the trained weights"
     )
     keep_cache: bool = option(False, "keep the KV cache's memory during training")
-    reward_threads: int = option(1, "threads that score while others decode; 0: main thread, for rules with signals")
+    reward_threads: int = option(
+        1, "threads that score while others decode; 0: main thread, for rules with signals (without a time-out)"
+    )
+    reward_timeout_seconds: float = option(
+        300.0, "a response whose rule gives no answer in so many seconds scores 0; not enforced with reward_threads 0"
+    )
     max_generation_rounds: int = option(10, "times prompts_per_step: most prompts of a step whose recipe drops groups")
     oversampling: float = option(
         1.0,
@@ -150,6 +155,8 @@ class RolloutSettings:
             raise ValueError(f"oversampling: got {self.oversampling}, allowed with adaptive_oversampling: 1")
         if not 1 <= self.oversampling <= 100:
             raise ValueError(f"oversampling: got {self.oversampling}, allowed: 1 to 100")
+        if not 0 < self.reward_timeout_seconds < math.inf:
+            raise ValueError(f"reward_timeout_seconds: got {self.reward_timeout_seconds}, allowed: above 0")
         if self.max_cache_tokens is not None:
             _at_least(self, max_cache_tokens=1)
         if not 1 <= self.num_mini_batches <= self.prompts_per_step:

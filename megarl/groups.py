@@ -46,6 +46,12 @@ class GroupCollector:
     everything: list[Sample] = field(default_factory=list)
 
     @property
+    def reacts_at_once(self) -> bool:
+        """Whether what is generated together depends on which groups are complete first. Then that must not depend on
+        how long their rewards took."""
+        return self.oversampling > 1 or (self.keep is not None and self.keep_rate is None)
+
+    @property
     def enough(self) -> bool:
         return len(self.kept) >= self.wanted
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from megarl.batch import Sample
 from megarl.data.prompts import PromptExample
 from megarl.data.tokenizer import Tokenizer
 from megarl.groups import Group
+from megarl.pending_scores import PendingScores, Wait
+from megarl.rewards.pool import RewardPool
 from megarl.rewards.rules import Reward
 from megarl.rewards.scoring import score_response
 from parallel.mesh import Mesh
@@ -69,10 +68,11 @@ class Responder:
     Attributes:
         mesh: that of the engine.
         require_finished: a response cut off at the length limit scores 0, whatever the rule would say of its text.
-        reward_threads: threads of each replica that score finished responses while others are still generated; 0 for
-            rules that only work in the main thread (they use signals).
+        pool: scores finished responses while others are still generated; without threads for rules that only work in
+            the main thread (they use signals).
         refresh: brings the engine's weights up to date before a rollout, where they are a copy.
         border_steps: engine steps after which replicas compare notes, see `rollout.replicas`.
+        on_border: called at each border, and about once a second while rewards are waited for: a sign of life.
     """
 
     engine: Engine
@@ -80,10 +80,11 @@ class Responder:
     tokenizer: Tokenizer
     reward: Reward
     require_finished: bool
-    reward_threads: int = 1
+    pool: RewardPool = field(default_factory=RewardPool)
     refresh: Callable[[], None] | None = None
     border_steps: int = BORDER_STEPS
     expected: ExpectedLengths = field(default_factory=ExpectedLengths)
+    on_border: Callable[[], None] | None = None
 
     def respond(
         self, prompts: Sequence[PromptExample], group_size: int, sampling: SamplingParams, version: int = 0
@@ -109,9 +110,14 @@ class Responder:
         sampling: SamplingParams,
         judge: Judge,
         version: int = 0,
+        steady: bool = False,
     ) -> list[OpenGroup]:
         """Go on with unfinished groups and respond to prompts until all groups, and those `judge` asks for, are
         complete, or until it pauses the rest.
+
+        Args:
+            steady: at each border wait for the scores of what had finished by the border before, and take only those:
+                when `judge` sees which groups then doesn't depend on how long rewards take.
 
         Returns: the groups that were paused, the same on every rank.
         """
@@ -119,83 +125,43 @@ class Responder:
             self.refresh()
         work = _Work(group_size, unfinished)
         shared = SharedRollout(self.engine, sampling, version, self.border_steps)
-        pool = ThreadPoolExecutor(max(self.reward_threads, 1))
-        with shared, ExitStack() as stack:
-            stack.callback(pool.shutdown, cancel_futures=True)  # after an error nothing more is scored
+        while_decoding: Wait = "earlier" if steady else "none"
+        with shared, PendingScores(self.mesh, self.pool, self._score, self._at_border) as scores:
             items: list[Request | Paused] = [
                 *(item for group in unfinished for item in group.rest),
                 *work.start(prompts),
             ]
             shared.add(items, self.expected.relative(items))
-            scoring: deque[Future[Sample]] = deque()
             while shared.busy or work.groups:
-                for completion in shared.run_to_border():
-                    if self.mesh.is_first_model_rank:  # the rule runs once for each: it may be random or a service
-                        prompt = work.groups[completion.prompt_id].prompt
-                        scoring.append(self._start_scoring(pool, prompt, completion))
-                complete = work.add(self._exchange(scoring, wait=not shared.busy))
+                finished = shared.run_to_border()
+                self._at_border()
+                scores.start([(work.groups[completion.prompt_id].prompt, completion) for completion in finished])
+                complete = work.add(scores.collect(while_decoding if shared.busy else "all"))
                 if not complete:
                     continue
                 self.expected.learn(complete)
                 more = judge(complete)
                 if more is None:
                     rest = shared.pause()
-                    complete = work.add(self._exchange(scoring, wait=True))
+                    complete = work.add(scores.collect("all"))
                     judge(complete)
                     return work.pause(rest)
                 items = list(work.start(more))
                 shared.add(items, self.expected.relative(items))
         return []
 
-    def _start_scoring(self, pool: ThreadPoolExecutor, prompt: PromptExample, completion: Completion) -> Future[Sample]:
-        if self.reward_threads:
-            return pool.submit(self._score, prompt, completion)
-        done: Future[Sample] = Future()
-        done.set_result(self._score(prompt, completion))
-        return done
+    def _at_border(self) -> None:
+        if self.on_border is not None:
+            self.on_border()
 
-    def _exchange(self, scoring: deque[Future[Sample]], wait: bool) -> list[Sample]:
-        """Return the samples scored on any replica since the last call, on all ranks.
-
-        Args:
-            wait: also wait for those still being scored.
-
-        Raises:
-            Exception: a reward failed: its own error on the rank that called it, RuntimeError on the others.
-        """
-        scored: list[Sample] = []
-        error: Exception | None = None
-        while scoring and error is None and (wait or scoring[0].done()):
-            future = scoring.popleft()
-            error = future.exception()  # type: ignore[assignment]
-            if error is None:
-                scored.append(future.result())
-        mine = self.mesh.from_first_model_rank((scored, None if error is None else str(error)))
-        everywhere = self.mesh.gather_over_data(mine)
-        if error is not None:
-            raise error
-        for _, problem in everywhere:
-            if problem is not None:
-                raise RuntimeError(problem)
-        return [sample for samples, _ in everywhere for sample in samples]
-
-    def _score(self, prompt: PromptExample, completion: Completion) -> Sample:
+    def _score(self, prompt: PromptExample, completion: Completion) -> float:
+        """Call the rule, unless the response scores 0 anyway."""
         truncated = completion.finish_reason == "length"
-        score = 0.0
-        if not (truncated and self.require_finished):
-            tokens = completion.tokens if truncated else completion.tokens[:-1]
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-            score = score_response(self.reward, prompt.prompt_id, prompt.text, text, prompt.answer)
-        return Sample(
-            prompt_id=prompt.prompt_id,
-            sample_index=completion.sample_index,
-            prompt=prompt.tokens,
-            response=completion.tokens,
-            rollout_log_probs=completion.log_probs,
-            score=score,
-            truncated=truncated,
-            versions=completion.versions,
-        )
+        if truncated and self.require_finished:
+            return 0.0
+        tokens = completion.tokens if truncated else completion.tokens[:-1]
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return score_response(self.reward, prompt.prompt_id, prompt.text, text, prompt.answer)
 
 
 class _Work:

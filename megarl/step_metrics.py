@@ -22,6 +22,7 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "response_tokens": sum(lengths) / num,
         "longest_response": max(lengths),
         "truncated": sum(sample.truncated for sample in samples) / num,
+        "reward_timeouts": sum(sample.timed_out for sample in samples),
         "generated_tokens": sum(lengths),
     }
 

@@ -20,6 +20,7 @@ from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 from megarl.evaluate import Evaluator
 from megarl.groups import GroupCollector, observed_keep_rate
 from megarl.responses import Responder
+from megarl.rewards.pool import RewardPool
 from megarl.rewards.scoring import load_reward
 from megarl.state import State, StepUnderWay
 from megarl.step_metrics import (
@@ -92,7 +93,7 @@ class PolicyTrainer:
             self.tokenizer,
             load_reward(rollout.reward),
             require_finished=rollout.require_finished,
-            reward_threads=rollout.reward_threads,
+            pool=RewardPool(rollout.reward_threads, rollout.reward_timeout_seconds),
             refresh=refresh,
             expected=self.state.expected,
         )
@@ -176,6 +177,7 @@ class PolicyTrainer:
                 self.sampling,
                 collector.judge,
                 version=state.step,
+                steady=collector.reacts_at_once,
             )
         groups, state.surplus = collector.split_surplus()
         num_judged = len(collector.everything) // rollout.group_size

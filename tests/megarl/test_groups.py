@@ -55,6 +55,21 @@ def test_groups_from_the_last_step_count_as_under_way():
     assert len(collector.start()) == 4
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, True),  # dropped groups are replaced at once
+        ({"keep": None}, False),
+        ({"keep_rate": 0.5}, False),  # rounds wait for all of their groups
+        ({"keep": None, "oversampling": 1.5}, True),  # the first that are complete are enough
+        ({"oversampling": 1.5}, True),
+    ],
+)
+def test_what_follows_complete_groups_at_once(settings, expected):
+    collector = replace(new_collector(), **settings)
+    assert collector.reacts_at_once == expected
+
+
 def generate(world, config: PolicyConfig, num_steps: int) -> tuple[list, list, int]:
     """Groups of some steps without learning, what is then unfinished or left over, and the prompts used."""
     trainer = PolicyTrainer(config, config.check(world.world_size), build_mesh(config.layout, world))
