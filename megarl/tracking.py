@@ -45,8 +45,10 @@ class Tracker:
         metrics.jsonl: one object per `log` call with "step" first, flushed at once. A resumed run appends. NaN and
             infinities, which JSON lacks, are the strings "nan", "inf" and "-inf" (`float` reads them back).
         summary.json: the last value of every metric, what `summarize` was given, and "status", "finished" or "failed".
-        wandb/, wandb_id: only with wandb; by the id a resumed online run continues the same wandb run (offline, each
-            process writes a wandb run of its own).
+        wandb/, wandb_run.json: only with wandb: its files; id and config of the wandb run, which a run that goes on
+            continues. Online, steps that are taken again are there twice. Offline, each process writes a file of its
+            own, all with that id; `wandb sync` uploads those of one id in order of their start (wandb 0.31; older ones
+            may keep only the last).
 
     Args:
         run_folder: created if missing.
@@ -79,11 +81,12 @@ class Tracker:
             return
         check_wandb(wandb_mode)
         run_folder.mkdir(parents=True, exist_ok=True)
+        metrics = run_folder / "metrics.jsonl"
+        for record in [] if resume_step is None else _drop_later(metrics, resume_step):
+            self._summary |= record
+        self._file = _open_for_appending(metrics)
         if wandb_mode != "disabled":
             self._wandb_run = _start_wandb(run_folder, wandb_mode, project, config)
-        if resume_step is not None:
-            _drop_later(run_folder / "metrics.jsonl", resume_step)
-        self._file = _open_for_appending(run_folder / "metrics.jsonl")
 
     def __enter__(self) -> Tracker:
         return self
@@ -129,11 +132,8 @@ class Tracker:
         self._file.close()
         self._file = None
         try:
-            path = self._run_folder / "summary.json"
-            partial = path.with_suffix(".json.partial")  # renamed when complete: a killed process leaves no half file
             text = json.dumps(_json_safe({**self._summary, "status": status}), indent=2, allow_nan=False)
-            partial.write_text(text + "\n", encoding="utf-8")
-            partial.replace(path)
+            _write_whole(self._run_folder / "summary.json", text.encode() + b"\n")
         finally:
             if self._wandb_run is not None:
                 self._wandb_run.finish(exit_code=0 if status == "finished" else 1)
@@ -142,12 +142,11 @@ class Tracker:
 def _start_wandb(run_folder: Path, mode: WandbMode, project: str, config: Mapping[str, Any]) -> Any:
     import wandb  # slow to import, and most runs do without it
 
-    run_id = _stored_id(run_folder / "wandb_id") if mode == "online" else None
     run = wandb.init(
         project=project,
         name=run_folder.name,
-        id=run_id,
-        resume=None if run_id is None else "allow",
+        id=_same_id(run_folder / "wandb_run.json", config),
+        resume="allow",  # the run of this id, or a new one
         dir=str(run_folder),
         mode=mode,
     )
@@ -158,20 +157,49 @@ def _start_wandb(run_folder: Path, mode: WandbMode, project: str, config: Mappin
     return run
 
 
-def _stored_id(path: Path) -> str:
-    if not path.exists():
-        path.write_text(secrets.token_hex(4), encoding="utf-8")
-    return path.read_text(encoding="utf-8")
+def _same_id(path: Path, config: Mapping[str, Any]) -> str:
+    """Return the id of the run folder's wandb run, a new one at first. Keeps it and the config in a file, and logs what
+    has changed in the config since."""
+    run_id, now = secrets.token_hex(4), _json_safe(config)
+    if path.exists():
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        run_id = stored["id"]
+        for change in changes(stored["config"], now):
+            logger.warning("the wandb run %s goes on with another config: %s", run_id, change)
+    _write_whole(path, json.dumps({"id": run_id, "config": now}, indent=2).encode() + b"\n")
+    return run_id
 
 
-def _drop_later(path: Path, step: int) -> None:
-    """Remove the records after a step."""
-    if not path.exists():
-        return
-    kept = [line for line in path.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
+def changes(before: Any, after: Any, name: str = "") -> list[str]:
+    """Return what differs between two plain values, by name: `run.seed: 0 -> 1`."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        keys = dict.fromkeys([*before, *after])
+        pairs = ((key, before.get(key), after.get(key)) for key in keys)
+        return [line for key, old, new in pairs for line in changes(old, new, f"{name}.{key}" if name else str(key))]
+    before, after = (list(value) if isinstance(value, tuple) else value for value in (before, after))
+    return [] if before == after else [f"{name}: {before!r} -> {after!r}"]
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Write a file that appears when it is complete: a killed process leaves no half file."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(b"".join(kept))
+    partial.write_bytes(content)
     partial.replace(path)
+
+
+def _drop_later(path: Path, step: int) -> list[dict[str, Any]]:
+    """Remove the records after a step, and lines that aren't records; returns those that stay."""
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    lines = content.splitlines()
+    kept = [line for line in lines if _step_of(line) <= step]
+    if len(kept) < len(lines):
+        logger.warning("%s: dropped %d records after step %d", path, len(lines) - len(kept), step)
+    whole = b"".join(line + b"\n" for line in kept)
+    if whole != content:
+        _write_whole(path, whole)
+    return [json.loads(line) for line in kept]
 
 
 def _step_of(line: bytes) -> float:
