@@ -122,7 +122,7 @@ class PolicyBorders:
         """Save a run that is about to fail."""
         state = self.trainer.state
         done = None if state.under_way is None else len(state.under_way.updates)
-        self.keeper.save(Position(state.step, done), self._plain, {}, wait=True)
+        self.keeper.save(Position(state.step, done), self._plain, {}, at_once=True)
 
     def _plain(self) -> Any:
         return to_plain(self.trainer.state)

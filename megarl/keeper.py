@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megarl.faults import explaining_faults
 from megarl.progress import Progress
 from megarl.run_folder import RunConfig
 from megarl.run_status import RunStatus
@@ -29,9 +30,18 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 STOP = "stop"
+LAST_WRITE_SECONDS = 10.0
+"""What a failing run gives to a checkpoint that is being written."""
 FREE_TO_CHANGE = {
     "run": ("output", "num_steps", "wandb", "timeout_seconds", "progress_seconds", "resume"),
-    "rollout": ("eval_prompts", "eval_every", "eval_max_prompts", "reward_threads", "keep_cache"),
+    "rollout": (
+        "eval_prompts",
+        "eval_every",
+        "eval_max_prompts",
+        "reward_threads",
+        "reward_timeout_seconds",
+        "keep_cache",
+    ),
     "layout": None,
     "checkpoints": None,
 }
@@ -80,11 +90,12 @@ class RunKeeper:
     def __enter__(self) -> RunKeeper:
         run, rank = self.run, self.mesh.rank
         with ExitStack() as stack:
-            stack.callback(self.checkpoints.close)
+            stack.push(self._close_checkpoints)
             self.loaded = self.checkpoints.load_latest() if run.resume else None
             step = self.loaded.info["step"] if self.loaded else 0
-            self.status = stack.enter_context(RunStatus(run.output, rank=rank, name=self.name, num_steps=run.num_steps))
-            self.status.at_step(step)
+            self.progress = stack.enter_context(
+                Progress(self.name, run.num_steps, rank=rank, first_step=step, interval_seconds=run.progress_seconds)
+            )
             tracker = Tracker(
                 run.output,
                 rank=rank,
@@ -93,9 +104,9 @@ class RunKeeper:
                 resume_step=step if run.resume else None,
             )
             self.tracker = stack.enter_context(tracker)
-            self.progress = stack.enter_context(
-                Progress(self.name, run.num_steps, rank=rank, first_step=step, interval_seconds=run.progress_seconds)
-            )
+            self.status = stack.enter_context(RunStatus(run.output, rank=rank, name=self.name, num_steps=run.num_steps))
+            self.status.at_step(step)
+            stack.enter_context(explaining_faults())  # last, so that status and log tell what to change
             self._stack = stack.pop_all()
         if run.resume and rank == 0:
             (run.output / STOP).unlink(missing_ok=True)  # obeyed by the process before, or too late for it
@@ -107,6 +118,11 @@ class RunKeeper:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.__exit__(kind, error, traceback)
+
+    def _close_checkpoints(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.checkpoints.close(None if error is None else LAST_WRITE_SECONDS)
 
     @property
     def identity(self) -> str:
@@ -133,7 +149,7 @@ class RunKeeper:
         self.status.beat()
         stop = self.mesh.from_first_rank((self.run.output / STOP).exists())
         if (due or stop) and position != self._saved:
-            self.save(position, state, metrics or {}, wait=stop)
+            self.save(position, state, metrics or {}, at_once=stop)
         if stop:
             self.checkpoints.wait()
             self.status.stop(f"asked to by the file {STOP}")
@@ -148,11 +164,12 @@ class RunKeeper:
 
     def export(self, folder: Path, saved: Saved, card: str = "") -> None:
         """Export a trained model as a Hugging Face folder; a run that goes on replaces what it exported before."""
+        self.checkpoints.wait()
         if self.run.resume and self.mesh.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         export_hf(folder, saved.trainable.models, self.mesh, source_folder=saved.source, card=card)
 
-    def save(self, position: Position, state: Callable[[], Any], metrics: Mapping[str, float], wait: bool) -> None:
+    def save(self, position: Position, state: Callable[[], Any], metrics: Mapping[str, float], at_once: bool) -> None:
         """Write a checkpoint; see `Checkpoints.save`."""
         info = {
             "step": position.step,
@@ -162,7 +179,7 @@ class RunKeeper:
             "world_size": self.mesh.world_size,
         }
         plain = state() if self.mesh.rank == 0 else None
-        self.checkpoints.save(position.name, plain, info, wait=wait)
+        self.checkpoints.save(position.name, plain, info, at_once=at_once)
         self._saved = position
 
     def row_state(self, fresh: RowState) -> RowState:
@@ -193,7 +210,7 @@ class RunKeeper:
         try:
             yield
         except NotFinite:
-            self.save(Position(state.step), lambda: to_plain(state), {}, wait=True)
+            self.save(Position(state.step), lambda: to_plain(state), {}, at_once=True)
             raise
 
 

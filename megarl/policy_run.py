@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 from megarl.borders import PolicyBorders, RolloutFiles
 from megarl.config import PolicyConfig
@@ -55,6 +56,7 @@ def train_policy(config: PolicyConfig, shape: QwenShape, world: World) -> dict[s
 def _train(trainer: PolicyTrainer, keeper: RunKeeper, rollouts: RolloutFiles | None) -> None:
     """Take the steps that are left, with evaluations and checkpoints; fills the summary in the state."""
     rollout, num_steps = trainer.config.rollout, trainer.config.run.num_steps
+    trainer.responder = replace(trainer.responder, on_border=keeper.status.beat)
     evaluator = trainer.evaluator()
     borders = PolicyBorders(trainer, keeper, rollouts)
     trainer.at_border = borders.within_step

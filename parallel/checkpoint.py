@@ -11,9 +11,10 @@ import io
 import json
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,24 +69,23 @@ class Checkpoints:
         self.settings = settings
         self.stall_seconds = 0.0
         """How long training has waited for checkpoints."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
 
-    def save(self, name: str, state: Any, info: Mapping[str, Any], wait: bool = False) -> None:
+    def save(self, name: str, state: Any, info: Mapping[str, Any], at_once: bool = False) -> None:
         """Save models and state as checkpoint `name`; names must ascend. Returns when what is to be written has been
         copied, and a former checkpoint is written to its end.
 
         Args:
             state: plain values and tensors; that of rank 0 is saved.
             info: JSON values, with the step's "metrics", by which the best are kept.
-            wait: return only when all is on the disk; so it is too without `save_async`.
+            at_once: return only when all is on the disk; so it is too without `save_async`.
 
         Raises:
             OSError: no room; RuntimeError: another rank failed. Also of the former checkpoint.
         """
         started = time.perf_counter()
         self.wait()
-        in_background = self.settings.save_async and not wait
+        in_background = self.settings.save_async and not at_once
         pieces = {name: _pieces(saved.trainable, copy=in_background) for name, saved in self.models.items()}
         content = _to_bytes(state) if self.mesh.rank == 0 else b""
         steps = {model: saved.trainable.num_steps for model, saved in self.models.items()}
@@ -93,7 +93,7 @@ class Checkpoints:
         information = {**info, "optimizer_steps": steps}
         write = _Write(self.folder, self.settings, self.mesh, name, pieces, sources, content, information)
         if in_background:
-            self._under_way = self._thread.submit(write.run)
+            self._under_way = _in_background(write.run)
         else:
             write.run()
         self.stall_seconds += time.perf_counter() - started
@@ -109,12 +109,11 @@ class Checkpoints:
         if under_way is not None:
             under_way.result()
 
-    def close(self) -> None:
-        """`wait`, and end the thread."""
-        try:
-            self.wait()
-        finally:
-            self._thread.shutdown()
+    def close(self, seconds: float | None = None) -> None:
+        """`wait`, but after an error only for so many seconds: other ranks may never write their part."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None and (seconds is None or wait([under_way], seconds).done):
+            under_way.result()
 
     def load_latest(self) -> Loaded | None:
         """Load the newest checkpoint that is whole into the models; None if there is none.
@@ -276,6 +275,21 @@ def everywhere(mesh: Mesh, item: Any) -> list[Any]:
     items: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(items, item, group=mesh.writer_group)
     return items
+
+
+def _in_background(action: Callable[[], None]) -> Future[None]:
+    """Run an action in a thread that doesn't keep a failing process from ending."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            action()
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
 
 
 def _nothing() -> None:

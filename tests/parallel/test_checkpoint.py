@@ -171,7 +171,7 @@ def test_weights_are_read_as_hugging_face_tensors(workers, tiny_qwen, tmp_path):
 def save_and_export(world, layout, source: Path, root: Path) -> None:
     trainable = build(world, layout, source)
     learn(trainable)
-    checkpoints(trainable, root, source).save("step_000002", {}, {}, wait=True)
+    checkpoints(trainable, root, source).save("step_000002", {}, {}, at_once=True)
     export_hf(root.parent / "exported", trainable.models, trainable.mesh)
 
 

@@ -32,7 +32,7 @@ def die_while_saving(world, source: Path, root: Path, moment: str, save_async: b
     trainable = build(world, Layout(), source)
     owner = checkpoints(trainable, root, source, keep_last=1, save_async=save_async)
     learn(trainable)
-    owner.save("step_000002", {"step": 2}, {}, wait=True)
+    owner.save("step_000002", {"step": 2}, {}, at_once=True)
     learn(trainable)
     place, name, after = MOMENTS[moment]
     original = getattr(place, name)
@@ -114,7 +114,7 @@ def fail_on_one_rank(world: World, source: Path, root: Path) -> tuple[str, float
     """Rank 1 finds no room for its part; returns the error of each rank."""
     trainable = build(world, Layout(), source)
     owner = checkpoints(trainable, root, source)
-    owner.save("step_000002", {}, {}, wait=True)
+    owner.save("step_000002", {}, {}, at_once=True)
 
     def full(*arguments):
         raise OSError(28, "No space left on device")
@@ -168,7 +168,7 @@ def load_weights_alone(world, source: Path, root: Path) -> bool:
     trainable = build(world, Layout(), source, torch.bfloat16)
     learn(trainable)
     owner = checkpoints(trainable, root, source)
-    owner.save("step_000001", {}, {}, wait=True)
+    owner.save("step_000001", {}, {}, at_once=True)
     saved = [parameter.detach().clone() for parameter in trainable.models[0].parameters()]
     learn(trainable)
     owner.load_latest()
@@ -206,4 +206,4 @@ def save_untrained(world, source: Path, root: Path) -> None:
     trainable = build(world, Layout(), source)
     owner = checkpoints(trainable, root, source)
     assert owner.load_latest() is None
-    owner.save("step_000000", {}, {}, wait=True)
+    owner.save("step_000000", {}, {}, at_once=True)
