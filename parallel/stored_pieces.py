@@ -175,7 +175,9 @@ class StoredPieces:
         try:
             backend = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{str(folder)!r} is no checkpoint: {error}") from error
+            inside = ", ".join(sorted(path.parent.name for path in folder.glob("*/metadata.json")))
+            hint = f"; of a run's checkpoint name one model: {inside}" if inside else ""
+            raise ValueError(f"{str(folder)!r} is no checkpoint: {error}{hint}") from error
         if backend.get("sharded_backend") != "torch_dist":
             raise ValueError(
                 f"sharded_backend of {str(folder)!r}: got {backend.get('sharded_backend')!r}, allowed: 'torch_dist'"
