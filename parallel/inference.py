@@ -35,7 +35,8 @@ class Stage(Protocol):
     def __call__(self, tokens: Tensor, positions: Tensor, hidden: Tensor | None, cache: Cache) -> Tensor: ...
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return fp32 logits `[C, real ids of this tensor rank]` of hidden states `[C, H]` (last chunk only)."""
+        """Return logits `[C, real ids of this tensor rank]` of hidden states `[C, H]` (last chunk only), in fp32 or in
+        the parameters' dtype, if the product rounds to it anyway."""
 
 
 def build_stage(model: QwenModel) -> Stage:
@@ -109,7 +110,7 @@ class FunctionalStage:
         return states if self.final_norm is None else self._norm(states, self.final_norm)
 
     def logits(self, rows: Tensor) -> Tensor:
-        return self.output(rows).float()
+        return self.output(rows)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         embedding = self.model.embedding.word_embeddings

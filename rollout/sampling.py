@@ -55,7 +55,7 @@ def sample(
     """Draw one token for each key.
 
     Args:
-        logits: `[U, V/TP]` fp32 of this tensor rank's ids, not divided by the temperature; left as they are.
+        logits: `[U, V/TP]` of this tensor rank's ids, not divided by the temperature; left as they are.
         keys: `[R]` int64, equal on all tensor ranks.
         rows: `[R]` int64, the row of logits that each draw is from; None: row i for key i.
         seen: `[U, L]` int64 ids of prompt and response so far, padded with -1; read only under a repetition penalty.
@@ -80,11 +80,11 @@ def sample(
     chosen = [
         score,
         column + shard.first,
-        full.values.view(-1).index_select(0, place),
+        full.values.view(-1).index_select(0, place).float(),
         _of_draws(full.log_sums.logsumexp(-1), rows),
     ]
     if log_sums is not full.log_sums:
-        chosen += [drawn.values.view(-1).index_select(0, place), _of_draws(log_sums.logsumexp(-1), rows)]
+        chosen += [drawn.values.view(-1).index_select(0, place).float(), _of_draws(log_sums.logsumexp(-1), rows)]
     if params.entropies:
         chosen.append(_of_draws(full.mean(), rows))
     local = torch.stack([column.double() for column in chosen])
@@ -121,11 +121,11 @@ def _of_draws(values: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _penalise(logits: Tensor, seen: Tensor, penalty: float, shard: VocabShard) -> Tensor:
-    """Return a copy of the logits with those of the ids seen divided (if positive) or multiplied by the penalty."""
-    penalised, local = logits.clone(), seen - shard.first
+    """Return the logits in fp32, those of the ids seen divided (if positive) or multiplied by the penalty."""
+    penalised, local = logits.to(torch.float32, copy=True), seen - shard.first
     row, place = ((local >= 0) & (local < shard.num_real)).nonzero().unbind(1)
     column = local[row, place]
-    values = logits[row, column]
+    values = penalised[row, column]
     penalised[row, column] = torch.where(values > 0, values / penalty, values * penalty)
     return penalised
 

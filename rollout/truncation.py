@@ -76,7 +76,7 @@ def _largest(blocks: VocabBlocks, k: int) -> Tensor:
     if num_blocks < blocks.maxima.shape[1]:
         best = blocks.maxima.topk(num_blocks, -1).indices
         values = values.gather(1, best[..., None].expand(-1, -1, values.shape[2]))
-    largest = values.flatten(1).topk(min(k, num_blocks * values.shape[2]), -1).values
+    largest = values.flatten(1).topk(min(k, num_blocks * values.shape[2]), -1).values.float()
     return torch.nn.functional.pad(largest, (0, k - largest.shape[1]), value=-torch.inf)
 
 

@@ -32,7 +32,8 @@ MIN_EXPONENT = -200.0
 
 
 class Part(NamedTuple):
-    """Some blocks: their numbers `[n]` among all U x B, the logits row of each `[n]`, and a copy of them `[n, 128]`."""
+    """Some blocks: their numbers `[n]` among all U x B, the logits row of each `[n]`, and a copy of them `[n, 128]` in
+    fp32."""
 
     block: Tensor
     row: Tensor
@@ -44,7 +45,8 @@ class VocabBlocks:
     """Logits of this tensor rank and what is known of their softmax(logits / temperature).
 
     Attributes:
-        values: `[U, B, 128]` fp32, not divided by the temperature; minus infinity beyond the last id.
+        values: `[U, B, 128]`, not divided by the temperature; minus infinity beyond the last id. In the dtype of the
+            logits: whatever is computed of them is computed in fp32, block by block, in a CPU's cache.
         maxima: `[U, B]` fp32, the largest of each block; the lowest finite number in place of minus infinity.
         log_sums: `[U, B]` float64, log of the sum of exp(logit / temperature) of each block.
         means: `[U, B]` float64, each block's mean of logit / temperature under its own softmax, if asked for.
@@ -64,12 +66,14 @@ class VocabBlocks:
         padded = F.pad(logits, (0, padding), value=-torch.inf) if padding else logits
         values = padded.contiguous().unflatten(1, (-1, BLOCK))
         flat = values.view(-1, BLOCK)
-        maxima, sums, moments = flat.new_empty(3, len(flat)).unbind()
+        maxima, sums, moments = flat.new_empty(3, len(flat), dtype=torch.float32).unbind()
         size = min(_chunk_size(flat), len(flat))
-        scratch = flat.new_empty(2, size, BLOCK) if with_means else flat.new_empty(1, size, BLOCK)
+        scratch = flat.new_empty(2 if with_means else 1, size, BLOCK, dtype=torch.float32)
         for start in range(0, len(flat), size or 1):
             part = slice(start, start + size)
             chunk, exponents, powers = flat[part], scratch[0, : len(flat) - start], scratch[-1, : len(flat) - start]
+            if chunk.dtype != torch.float32:
+                chunk = exponents.copy_(chunk)
             maxima[part] = chunk.amax(-1).clamp_(min=torch.finfo(torch.float32).min)
             torch.sub(chunk, maxima[part, None], out=exponents).mul_(_rate(temperature))
             if with_means:
@@ -94,7 +98,7 @@ class VocabBlocks:
 
     def select(self, block: Tensor) -> Part:
         """Copy blocks `[n]`, numbered among all U x B."""
-        return Part(block, block // self.maxima.shape[1], self.values.view(-1, BLOCK).index_select(0, block))
+        return Part(block, block // self.maxima.shape[1], self.values.view(-1, BLOCK).index_select(0, block).float())
 
     def parts(self, least: Tensor) -> Iterator[Part]:
         """Yield the blocks that hold a logit of at least `least [U]` of their row. The host waits for their number."""

@@ -368,3 +368,14 @@ def test_temperature_zero_is_argmax():
     drawn = sample(torch.tensor(PROBABILITIES).log().expand(50, -1), keys(50), greedy, whole(3))
     assert drawn.tokens.tolist() == [0] * 50
     assert drawn.log_probs.tolist() == pytest.approx([math.log(0.5)] * 50)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.05}])
+def test_rounded_logits_are_drawn_from_as_the_same_numbers_in_fp32(settings):
+    """Conversion is exact, so nothing else may differ."""
+    params = SamplingParams(seed=3, entropies=True, **settings)
+    shard = whole(1000)
+    rounded = torch.randn(40, 1000, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found, expected = (sample(logits, keys(40), params, shard) for logits in (rounded, rounded.float()))
+    for name in ("tokens", "log_probs", "sampling_log_probs", "entropies"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
