@@ -20,10 +20,10 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo test lint format clean
+.PHONY: help .venv demo test slurm-test lint format clean
 
 help: ## list the targets and variables
-	@grep -E '^[.a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[.a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 	@printf '\nVariables: PYTHON=%s TORCH="%s" CONSTRAINTS=%s SEED=%s NPROC=%s DEMO_ARGS="%s" PYTEST_ARGS=\n' \
 		'$(PYTHON)' '$(TORCH)' '$(CONSTRAINTS)' '$(SEED)' '$(NPROC)' '$(DEMO_ARGS)'
 
@@ -43,6 +43,14 @@ demo: $(INSTALLED) ## train a tiny Qwen to sort digits: warm start, GRPO, curves
 
 test: $(INSTALLED) ## run the test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Slurm itself is Debian's; where it is missing and can't be installed, the tests that need it are skipped and say so.
+SLURM_PACKAGES := slurmctld slurmd slurm-client munge
+APT_INSTALL := DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $(SLURM_PACKAGES)
+slurm-test: $(INSTALLED) ## run the scripts of slurm/ in a private Slurm cluster on this machine (ten minutes)
+	@$(BIN)/python tests/slurm/cluster.py --check || [ "$$(id -u)" != 0 ] || ! command -v apt-get || \
+		$(APT_INSTALL) || { apt-get update && $(APT_INSTALL); } || true
+	$(BIN)/python -m pytest tests/slurm -rs $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## check style and types
 	$(BIN)/ruff check .

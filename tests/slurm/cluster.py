@@ -21,13 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 INSTALL = "apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge"
 START_SECONDS = 30.0
 POLL_SECONDS = 0.2
+LOOPBACK_VARIABLES = ("GLOO_SOCKET_IFNAME", "FI_TCP_IFACE", "UCX_NET_DEVICES", "HYDRA_IFACE")
 
 CONFIG = """\
 ClusterName=private
@@ -88,7 +89,7 @@ class Cluster:
             "PATH": _path(),
             "SLURM_CONF": str(folder / "slurm.conf"),
             # Everything stays on loopback: the ranks' gloo, MPI, and hydra's proxies.
-            **{name: "lo" for name in ("GLOO_SOCKET_IFNAME", "FI_TCP_IFACE", "UCX_NET_DEVICES", "HYDRA_IFACE")},
+            **dict.fromkeys(LOOPBACK_VARIABLES, "lo"),
         }
 
     def __enter__(self) -> Cluster:
@@ -131,7 +132,7 @@ class Cluster:
     def nodes(self) -> list[str]:
         return [f"n{number}" for number in range(self.num_nodes)]
 
-    def run(self, *command: str, timeout: float = 60.0, **variables: str) -> str:
+    def run(self, *command: str, timeout: float = 60.0, cwd: Path | None = None, **variables: str) -> str:
         """Run a command in the cluster's environment, with further variables; returns its output, stripped.
 
         Raises:
@@ -139,6 +140,7 @@ class Cluster:
         """
         done = subprocess.run(
             command,
+            cwd=cwd,
             env={**self.environment, **variables},
             text=True,
             capture_output=True,
@@ -232,16 +234,19 @@ def _runs(pid: int) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--nodes", type=int, default=16, help="number of nodes (default: %(default)s)")
+    parser.add_argument("--check", action="store_true", help="only say whether one can run here, by the exit status")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="command to run in the cluster (default: wait)")
     args = parser.parse_args()
     reason = problem()
     if reason is not None:
         sys.exit(f"error: {reason}")
+    if args.check:
+        return
     with private_cluster(args.nodes) as cluster:
         if args.command:
             sys.exit(subprocess.run(args.command, env=cluster.environment, check=False).returncode)
-        names = ("SLURM_CONF", "GLOO_SOCKET_IFNAME", "FI_TCP_IFACE", "UCX_NET_DEVICES", "HYDRA_IFACE")
-        sys.stdout.write("".join(f"export {name}={cluster.environment[name]}\n" for name in names))
+        for name in ("SLURM_CONF", *LOOPBACK_VARIABLES):
+            sys.stdout.write(f"export {name}={cluster.environment[name]}\n")
         sys.stdout.write("# runs until Ctrl-C\n")
         sys.stdout.flush()
         with contextlib.suppress(KeyboardInterrupt):
