@@ -88,6 +88,7 @@ run_job() {
   trap 'STOPPING=1; say "USR1: stop asked"' USR1
   prepare_attempt
   check_nodes
+  if ((STOPPING)); then again "stopped before its start"; fi
   launch "$@"
   watch
   finish_attempt
@@ -137,6 +138,8 @@ prepare_attempt() {
   export RANK_LOGS=$RUN/logs/$SLURM_JOB_ID.$TRY RANKS_PER_NODE SMOKE=${SMOKE:-0}
   mkdir -p "$RANK_LOGS/pids" "$RANK_LOGS/health"
   rm -f "$RUN/stop"
+  FRUITLESS=$RUN/logs/$SLURM_JOB_ID.fruitless # highest step so far, attempts in a row that failed before it
+  [ -e "$FRUITLESS" ] || echo "$(status_value step | grep . || echo 0) 0" >"$FRUITLESS"
   export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
   export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
   : "${MASTER_ADDR:=$(scontrol show node --oneliner "${HOSTS[0]}" | grep -oP ' NodeAddr=\K\S+')}"
@@ -239,8 +242,8 @@ end_ranks() {
 signal_ranks() {
   # shellcheck disable=SC2016 # the nodes' shells expand it
   timeout --kill-after=10 60 srun "${ON_NODES[@]}" --overlap --ntasks="$NODES" --ntasks-per-node=1 --cpus-per-task=1 \
-    bash -c 'for file in "$RANK_LOGS/pids/$(hostname)".*; do kill -s "$1" "$(cat "$file")"; done' bash "$1" 2>/dev/null ||
-    say "not all ranks got signal $1 (some have ended)"
+    bash -c 'for file in "$RANK_LOGS/pids/$(uname -n)".*; do [ ! -e "$file" ] || kill -s "$1" "$(cat "$file")"; done' \
+    bash "$1" || say "not all ranks got signal $1"
 }
 
 # A field of status.json (a line each), if this attempt has written it.
@@ -287,11 +290,11 @@ first_failure() {
 
 # Counts attempts in a row that failed at no higher step than the job had reached before.
 count_fruitless() {
-  local file=$RUN/logs/$SLURM_JOB_ID.fruitless highest=${STEP_BEFORE:-0} count=0 step
-  [ ! -e "$file" ] || read -r highest count <"$file"
+  local highest count step
+  read -r highest count <"$FRUITLESS"
   step=$(status_value step)
   if ((${step:-0} > highest)); then highest=$step count=0; else count=$((count + 1)); fi
-  echo "$highest $count" >"$file"
+  echo "$highest $count" >"$FRUITLESS"
   ((count < MAX_FRUITLESS)) || give_up "$count attempts in a row failed without a step beyond $highest"
 }
 
@@ -300,12 +303,12 @@ give_up() {
   exit 1
 }
 
-# Requeues the job. This shell must outlive that to exclude nodes: they can be changed only once the job waits again.
+# Requeues the job. To exclude nodes this shell must outlive that: they can be changed only once the job waits again.
 again() {
   local excluded number
   ((TRY < MAX_RESTARTS)) || give_up "MAX_RESTARTS is $MAX_RESTARTS, and $*"
   say "requeue: $*"
-  trap '' TERM
+  [ -z "$BAD_NODES" ] || trap '' TERM
   scontrol requeue "$SLURM_JOB_ID" || give_up "can't requeue (is it allowed here?): $*"
   if [ -n "$BAD_NODES" ]; then
     excluded=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep -oP ' ExcNodeList=\K\S+' | grep -v '^(null)$' || true)

@@ -6,13 +6,15 @@
 set -u
 rank=${RANK:-${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${SLURM_PROCID:?no launcher}}}}
 exec >>"$RANK_LOGS/rank_$rank.log" 2>&1
-ulimit -c 0         # ABRT asks for stacks, not for an image of the memory
-trap '' USR1 USR2   # until the program has its handler
+ulimit -c 0       # ABRT asks for stacks, not for an image of the memory
+trap '' USR1 USR2 # until the program has its handler
 if [ "${SMOKE:-0}" = 1 ]; then export CUDA_VISIBLE_DEVICES=; fi
 
 "$@" &
 program=$!
-echo "$program" >"$RANK_LOGS/pids/$(hostname).$rank"
+pid_file=$RANK_LOGS/pids/$(uname -n).$rank
+echo "$program" >"$pid_file"
+echo "rank $rank on node ${SLURMD_NODENAME:-unknown} ($(uname -n)), process $program"
 trap 'kill -TERM "$program" 2>/dev/null' TERM INT HUP
 wait "$program"
 status=$?
@@ -20,5 +22,6 @@ while kill -0 "$program" 2>/dev/null; do # a signal has ended the wait, not the 
   wait "$program"
   status=$?
 done
+rm -f "$pid_file"
 echo "$status" >"$RANK_LOGS/rank_$rank.status"
 exit "$status"

@@ -166,10 +166,10 @@ class Cluster:
                 raise TimeoutError(f"waited {seconds:.0f} s for {what}; slurmctld said last:\n{end}")
             time.sleep(POLL_SECONDS)
 
-    def job(self, job_id: str) -> dict[str, str]:
-        """Return the fields of `scontrol show job`, as text."""
-        words = self.run("scontrol", "show", "job", "--oneliner", job_id).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+    def jobs(self, job_id: str) -> list[dict[str, str]]:
+        """Return the fields of `scontrol show job`, as text; for a job array, of each task."""
+        lines = self.run("scontrol", "show", "job", "--oneliner", job_id).splitlines()
+        return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines if line]
 
     def _idle(self) -> bool:
         try:

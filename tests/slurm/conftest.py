@@ -31,7 +31,9 @@ class SmokeJob:
 
     @property
     def fields(self) -> dict[str, str]:
-        return self.cluster.job(self.id)
+        """Of `scontrol show job`; of a job array: of a task that hasn't ended, if there is one."""
+        tasks = self.cluster.jobs(self.id)
+        return next((task for task in tasks if task["JobState"] not in END_STATES), tasks[0])
 
     @property
     def status(self) -> dict:

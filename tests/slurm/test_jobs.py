@@ -54,6 +54,7 @@ def test_a_stopped_run_saves_is_requeued_and_goes_on(submit, launcher):
     assert [record["step"] for record in job.metrics()] == list(range(1, 13))
     logs = [job.rank_logs(attempt) for attempt in (0, 1)]
     assert [sorted(one) for one in logs] == [[f"rank_{rank}.log" for rank in range(4)]] * 2
+    assert [re.findall(r"rank \d on node (n\d)", log) for log in logs[0].values()] == [["n0"], ["n0"], ["n1"], ["n1"]]
     came_to = re.search(r"goes on from checkpoint step_0*(\d+)", logs[1]["rank_0.log"])
     assert came_to is not None, logs[1]["rank_0.log"]
     assert 2 <= int(came_to[1]) < 12
@@ -65,6 +66,7 @@ def test_a_hung_rank_shows_its_stack_and_the_job_is_requeued(submit, tmp_path, l
     reward = tmp_path / "stuck_rank.py"
     reward.write_text(STUCK_RANK)
     settings = {"REWARD": f"{reward}:score", "RANKS_PER_NODE": "1", "TP": "1"}
+    settings["EXTRA_ARGS"] = "--reward-threads 0"  # in the main thread, where no limit of its time ends it
     job = submit("dapo_32b.sh", LAUNCHER=launcher, NUM_STEPS="6", SAVE_EVERY="1", HANG_SECONDS="30", **settings)
     job.wait(lambda: job.fields["Restarts"] == "1", "the requeue")
     assert (tmp_path / "stuck").exists()
@@ -149,7 +151,7 @@ def test_the_other_scripts_train_too(submit, script):
 def test_the_scaling_study_runs_each_case_in_a_folder_of_its_own(submit, tmp_path):
     job = submit("scaling_study.sh", "--array=0-1", "--output=" + str(tmp_path / "%a.out"), RUN="", NUM_STEPS="1",
                  RUNS=str(tmp_path / "scaling"), RANKS_PER_NODE="1", TP="1")  # fmt: skip
-    job.wait(lambda: not job.cluster.run("squeue", "--noheader", f"--jobs={job.id}"), "the end of both cases")
+    job.wait_for_end()
     cases = {path.parent.name: path.read_text() for path in (tmp_path / "scaling").glob("*/status.json")}
     assert sorted(cases) == ["0_1.5B_tp1_pp1", "1_3B_tp2_pp1"], [path.read_text() for path in tmp_path.glob("*.out")]
     assert all('"state": "done"' in text for text in cases.values())

@@ -106,6 +106,17 @@ def test_flags_added_last_win():
     assert flags("ppo_7b", EXTRA_ARGS="--num-steps 7 --keep-best 1")[-4:] == ["--num-steps", "7", "--keep-best", "1"]
 
 
+@pytest.mark.parametrize(("num_gpus", "good"), [(8, True), (7, False)])
+def test_a_node_with_too_few_gpus_is_bad(num_gpus, good, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nseq {num_gpus}\n")
+    tool.chmod(0o755)
+    show_health = f'RUN=run; source "{ROOT}/slurm/job.sh"; printf %s "$HEALTH"'
+    health = subprocess.run(["bash", "-c", show_health], text=True, capture_output=True, check=True).stdout
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RANKS_PER_NODE": "8"}
+    assert (subprocess.run(["bash", "-c", health], env=environment, check=False).returncode == 0) == good
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "slurm").glob("*.sh")), ids=lambda path: path.name)
 def test_bash_accepts_every_script(path):
     assert subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, check=False).stderr == ""
