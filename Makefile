@@ -50,7 +50,7 @@ APT_INSTALL := DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-re
 slurm-test: $(INSTALLED) ## run the scripts of slurm/ in a private Slurm cluster on this machine (ten minutes)
 	@$(BIN)/python tests/slurm/cluster.py --check || [ "$$(id -u)" != 0 ] || ! command -v apt-get || \
 		$(APT_INSTALL) || { apt-get update && $(APT_INSTALL); } || true
-	$(BIN)/python -m pytest tests/slurm -rs $(PYTEST_ARGS)
+	SLURM_TESTS=1 $(BIN)/python -m pytest tests/slurm -rs $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## check style and types
 	$(BIN)/ruff check .
