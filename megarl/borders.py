@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from megarl.keeper import CHECKPOINTS, Position, RunKeeper
+from megarl.keeper import Position, RunKeeper
 from megarl.saved_state import from_plain, to_plain
 from megarl.state import State
 from megarl.trainer import PolicyTrainer
-from parallel.checkpoint_folder import CheckpointFolder, write_whole
+from parallel.checkpoint_folder import CHECKPOINTS, CheckpointFolder, write_whole
 from parallel.mesh import Mesh
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.recipes import Recipe
 from megarl.rewards.scoring import load_reward
 from megarl.tracking import WandbMode, check_wandb
-from parallel.checkpoint_folder import CheckpointSettings
+from parallel.checkpoint_folder import CHECKPOINTS, CheckpointFolder, CheckpointSettings
 from parallel.hf_checks import check_hf, has_scalar_head
 from parallel.hf_tensors import SCORE, Head
 from parallel.mesh import Layout
@@ -81,8 +81,14 @@ class RunSettings:
         return shape
 
     def _check_output(self) -> None:
-        if not self.resume and any((self.output / name).exists() for name in ("hf", "metrics.jsonl", "checkpoints")):
+        if not self.resume and any((self.output / name).exists() for name in ("hf", "metrics.jsonl", CHECKPOINTS)):
             raise ValueError(f"output: {str(self.output)!r} already holds a run, allowed: another folder, or resume")
+        folder = CheckpointFolder(self.output / CHECKPOINTS)
+        newest = folder.info(folder.names()[-1]).get("step", 0) if self.resume and folder.names() else 0
+        if self.num_steps < newest:
+            raise ValueError(
+                f"num_steps: got {self.num_steps}, allowed for a run that is at step {newest}: from there on"
+            )
         check_folder("output", self.output)
 
 

@@ -22,13 +22,12 @@ from megarl.state import RowState
 from megarl.tracking import Tracker
 from megarl.updates import NotFinite
 from parallel.checkpoint import Checkpoints, Loaded, Saved
-from parallel.checkpoint_folder import CheckpointSettings
+from parallel.checkpoint_folder import CHECKPOINTS, CheckpointSettings
 from parallel.mesh import Mesh
 from parallel.weights import export_hf
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS = "checkpoints"
 STOP = "stop"
 LAST_WRITE_SECONDS = 10.0
 """What a failing run gives to a checkpoint that is being written."""
@@ -108,8 +107,9 @@ class RunKeeper:
             self.status.at_step(step)
             stack.enter_context(explaining_faults())  # last, so that status and log tell what to change
             self._stack = stack.pop_all()
-        if run.resume and rank == 0:
+        if rank == 0:
             (run.output / STOP).unlink(missing_ok=True)  # obeyed by the process before, or too late for it
+        if run.resume and rank == 0:
             where = f"checkpoint {self.loaded.name}" if self.loaded else "the start: there is no checkpoint"
             logger.warning("%s goes on from %s", run.output, where)
         return self

@@ -26,6 +26,8 @@ from typing import Any, Literal
 from parallel.options import option
 from parallel.whole_folder import flush
 
+CHECKPOINTS = "checkpoints"
+"""Name of the folder of a run's checkpoints."""
 LATEST = "latest"
 STATE = "state.pt"
 INFO = "info.json"

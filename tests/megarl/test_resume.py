@@ -184,6 +184,14 @@ def test_without_resume_a_folder_that_holds_a_run_is_refused(small_run, tmp_path
         config.check(1)
 
 
+def test_fewer_steps_than_are_done_are_refused(small_run, tmp_path, workers):
+    config = make_config(small_run, tmp_path / "run", "GRPO, DP2", save_every=1)
+    workers.run(train, 1, config, Position(3))
+    shorter = replace(config, run=replace(config.run, num_steps=2, resume=True))
+    with pytest.raises(ValueError, match="num_steps: got 2, allowed for a run that is at step 3: from there on"):
+        shorter.check(1)
+
+
 def test_a_finished_run_can_be_prolonged(small_run, tmp_path, workers):
     short = make_config(small_run, tmp_path / "run", "GRPO, DP2")
     longer = make_config(small_run, tmp_path / "longer", "GRPO, DP2")
