@@ -4,6 +4,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: spinning threads slow down the other processes
 
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -28,3 +29,4 @@ def single_world() -> Iterator[World]:
     """A world of one rank with its default process group, in this process."""
     with running(detect_world({})) as world:
         yield world
+    gc.collect()  # groups in reference cycles: each has a thread and sockets
