@@ -28,6 +28,7 @@ from parallel.hf_folder import (
     copy_companions,
     open_source,
     plan_shards,
+    shown,
 )
 from parallel.hf_tensors import SCORE, Head, all_rules
 from parallel.mesh import Layout
@@ -37,6 +38,7 @@ from parallel.stored_writer import NUM_THREADS, write_checkpoint
 from parallel.whole_folder import appears_whole
 
 MEGABYTE = 10**6
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 SPARE = 1.01
 """Free space asked for, in multiples of the tensors' bytes: headers and companion files take some."""
 
@@ -54,6 +56,7 @@ def to_megatron(source: Path, target: Path, layout: Layout) -> None:
     shape, head = check_folder(source)
     layout.check(shape, layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size)
     with open_source(source) as opened:
+        _check_nothing_is_left_out(opened, shape, head)
         size = _num_bytes(shape, head, opened)
         _check_space(target, size)
         with _progress("to-megatron", size) as report:
@@ -129,13 +132,13 @@ def differences(left: Path, right: Path) -> Iterator[Difference]:
     """Compare two models tensor by tensor; yields what isn't equal bit for bit, as it is found."""
     with open_weights(left) as (_, one), open_weights(right) as (_, other):
         for name in sorted(set(one.names) ^ set(other.names)):
-            yield Difference(name, f"only in {left if name in one.names else right}")
-        both = [name for name in one.names if name in other.names]
+            yield Difference(shown([name]), f"only in {left if name in one.names else right}")
+        both = sorted(name for name in one.names if name in other.names)
         with Progress("verify", len(both), rank=0) as progress:
             for number, name in enumerate(both, 1):
                 what = compare(name, one, other)
                 if what:
-                    yield Difference(name, what)
+                    yield Difference(shown([name]), what)
                 progress.update(number, {})
 
 
@@ -216,6 +219,28 @@ def _num_bytes(shape: QwenShape, head: Head, source: Source) -> int:
         math.prod(stored.shape) * source.dtype_of(stored.rule.tensors).itemsize
         for stored in stored_tensors(shape, head)
     )
+
+
+def _check_nothing_is_left_out(source: Source, shape: QwenShape, head: Head) -> None:
+    """Raise ValueError for tensors that the model has no place for, but for a tied output matrix that is the embedding
+    once more, and tables of rotary angles, which older folders hold."""
+    known = {name for rule in all_rules(shape, head).values() for name in rule.tensors}
+    unknown = {name for name in source.names - known if not name.endswith("rotary_emb.inv_freq")}
+    if head == "lm" and shape.tie_word_embeddings and OUTPUT in unknown:
+        pairs = ((source.read(name, (slice(*span),)) for name in (OUTPUT, EMBEDDING)) for span in _rows_of(source))
+        if source.info(OUTPUT) == replace(source.info(EMBEDDING), name=OUTPUT) and all(
+            torch.equal(one, other) for one, other in pairs
+        ):
+            unknown.discard(OUTPUT)
+    if unknown:
+        raise ValueError(
+            f"model: its weights hold {len(unknown)} tensors that its config.json has no place for, allowed: none "
+            f"({shown(sorted(unknown))})"
+        )
+
+
+def _rows_of(source: Source) -> Iterator[tuple[int, int]]:
+    return source.info(EMBEDDING).pieces()
 
 
 def _check_target(target: Path) -> None:

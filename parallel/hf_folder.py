@@ -29,6 +29,12 @@ PIECE_BYTES = 2**24
 larger ones get fresh pages from the system each time, which takes longer than copying."""
 
 
+def shown(names: Sequence[str], most: int = 5) -> str:
+    """Return names for a message: the first few, whatever they hold made harmless."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(ascii(name)[1:-1] for name in names[:most]) + rest
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """A tensor in a file, or one that is going to be written."""
@@ -43,6 +49,8 @@ class TensorInfo:
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Yield the first row and the row after the last of pieces of at most `PIECE_BYTES`, or of one row."""
+        if not self.shape:
+            raise ValueError(f"tensor {self.name!a} is one number, allowed: tensors with rows")
         rows = self.shape[0]
         step = max(1, PIECE_BYTES * rows // max(self.num_bytes, 1))
         for start in range(0, rows, step):
@@ -128,10 +136,11 @@ class Source:
         Raises:
             ValueError: they have several.
         """
-        found = {name: self._files[name].get_slice(name).get_dtype() for name in names}
-        if len(set(found.values())) > 1:
-            raise ValueError(f"tensors {found}: they differ in dtype, allowed: one, as they become one parameter")
-        return DTYPES[next(iter(found.values()))]
+        found = {self._files[name].get_slice(name).get_dtype(): name for name in names}
+        if len(found) > 1:
+            stated = ", ".join(f"{name} {dtype}" for dtype, name in found.items())
+            raise ValueError(f"tensors {stated}: they differ in dtype, allowed: one, as they become one parameter")
+        return DTYPES[next(iter(found))]
 
 
 @contextmanager

@@ -33,6 +33,15 @@ HF_NAMES = {
 }
 
 
+MOST = {
+    "num_layers": 10_000,
+    **dict.fromkeys(
+        ("hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size"), 2**24
+    ),
+}
+"""Largest sizes that are believed: a table is made of every layer before any file is read."""
+
+
 @dataclass(frozen=True)
 class QwenShape:
     """Everything that decides the parameters and the arithmetic of a dense Qwen, in megatron-core's names.
@@ -98,6 +107,8 @@ def read_shape(folder: str | Path) -> QwenShape:
         return _shape_from(config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    except (AttributeError, KeyError, RecursionError, TypeError) as error:
+        raise ValueError(f"{path}: a setting is of a wrong type ({error})") from error
 
 
 def hf_config(shape: QwenShape, torch_dtype: torch.dtype) -> dict[str, Any]:
@@ -276,6 +287,10 @@ def _shape_from(config: dict[str, Any]) -> QwenShape:
     values |= {"head_dim": _head_dim(config), "tie_word_embeddings": config.get("tie_word_embeddings") is True}
     if values["num_query_groups"] is None:
         values["num_query_groups"] = config["num_attention_heads"]
+    for name, hf_name in HF_NAMES.items():
+        number = values.get(name)
+        if name in MOST and isinstance(number, int) and number > MOST[name]:
+            raise ValueError(f"{hf_name} is {number!r}; allowed: whole numbers up to {MOST[name]}")
     return QwenShape(family=config["model_type"], rope=read_rope(config), **values)
 
 

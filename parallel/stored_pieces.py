@@ -9,6 +9,7 @@ with `weights_only=True`.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -58,6 +59,19 @@ SAFE_CLASSES = {
     "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
 }
 """What a `.metadata` may be made of, by module; and any dtype of torch."""
+BROKEN = (
+    AttributeError,
+    EOFError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    pickle.UnpicklingError,
+)
+"""What comes of reading content that isn't what it should be."""
+WRITE_FAILED = ("PytorchStreamWriter failed writing", "inline_container.cc")
+"""What torch says when it can't write; the reason it keeps to itself."""
 HELD_BYTES = 2**29
 """Of pieces read that are held for what is still to be taken from them."""
 
@@ -159,6 +173,8 @@ def _errors_as_they_are() -> Iterator[None]:
         errors += [failure for failure, _ in error.failures.values()]
     finally:
         threading.excepthook = ordinary
+    if errors and any(text in str(errors[0]) for text in WRITE_FAILED):
+        raise OSError(errno.EIO, f"a file could not be written, most often as the disk is full ({errors[0]})")
     if errors:
         raise errors[0]
 
@@ -174,18 +190,20 @@ class StoredPieces:
         self.folder = folder
         try:
             backend = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             inside = ", ".join(sorted(path.parent.name for path in folder.glob("*/metadata.json")))
             hint = f"; of a run's checkpoint name one model: {inside}" if inside else ""
             raise ValueError(f"{str(folder)!r} is no checkpoint: {error}{hint}") from error
-        if backend.get("sharded_backend") != "torch_dist":
-            raise ValueError(
-                f"sharded_backend of {str(folder)!r}: got {backend.get('sharded_backend')!r}, allowed: 'torch_dist'"
-            )
+        format_name = backend.get("sharded_backend") if isinstance(backend, dict) else None
+        if format_name != "torch_dist":
+            raise ValueError(f"sharded_backend of {str(folder)!r}: got {format_name!r}, allowed: 'torch_dist'")
         self._metadata = _read_metadata(folder / ".metadata")
         self._local = threading.local()
-        self._check_files()
-        self._chunks = self._written()
+        try:
+            self._check_files()
+            self._chunks = self._written()
+        except BROKEN as error:
+            raise ValueError(f"{folder / '.metadata'} is broken: {error}") from error
 
     @property
     def keys(self) -> set[str]:
@@ -217,7 +235,11 @@ class StoredPieces:
         Args:
             keep: hold pieces that may have more for a later call; not needed where the last rows of a piece are read
                 last.
+
+        Raises:
+            ValueError: a piece is broken, or pieces overlap or leave a hole.
         """
+        filled = 0
         for chunk in self._chunks[key]:
             low = [max(one, other) for one, other in zip(chunk.offsets, offsets, strict=True)]
             high = [
@@ -229,9 +251,13 @@ class StoredPieces:
             inside = _slices(low, high, chunk.offsets)
             values = self._piece(key, chunk).reshape(chunk.sizes)
             out[_slices(low, high, offsets)] = values[inside]
+            filled += values[inside].numel()
             last = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
             if not keep and high == last:
                 self._held.pop(MetadataIndex(key, chunk.offsets), None)
+        stored = zip(self.size(key), offsets, out.shape, strict=True)
+        if filled != math.prod(max(0, min(size - start, length)) for size, start, length in stored):
+            raise ValueError(f"tensor {key} of {str(self.folder)!r}: its pieces overlap or leave a hole")
 
     @property
     def _held(self) -> dict[MetadataIndex, Tensor]:
@@ -251,6 +277,8 @@ class StoredPieces:
         for info in self._metadata.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, end in ends.items():
+            if Path(name).name != name:
+                raise ValueError(f"it names the file {name!a}, allowed: files of its own folder")
             path = self.folder / name
             if not path.is_file() or path.stat().st_size < end:
                 raise ValueError(f"{path} is missing or cut off; expected {end} bytes")
@@ -274,8 +302,19 @@ class StoredPieces:
             with (self.folder / info.relative_path).open("rb") as file:
                 file.seek(info.offset)
                 data = io.BytesIO(file.read(info.length))
-            self._held[index] = torch.load(data, map_location="cpu", weights_only=True)
+            self._held[index] = self._loaded(key, chunk, data, info.relative_path)
         return self._held[index]
+
+    def _loaded(self, key: str, chunk: ChunkStorageMetadata, data: io.BytesIO, file: str) -> Tensor:
+        """Return a piece, which must be what the metadata says."""
+        try:
+            values = torch.load(data, map_location="cpu", weights_only=True)
+        except (ValueError, *BROKEN) as error:
+            raise ValueError(f"{self.folder / file}: a piece of {key} can't be read; the file is broken") from error
+        expected = math.prod(chunk.sizes), self.dtype(key)
+        if not isinstance(values, Tensor) or (values.numel(), values.dtype) != expected:
+            raise ValueError(f"{self.folder / file}: a piece of {key} is not what the metadata states")
+        return values
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
@@ -297,7 +336,7 @@ def _read_metadata(path: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             metadata = _Unpickler(file).load()
-    except (OSError, EOFError, pickle.UnpicklingError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, MemoryError, *BROKEN) as error:
         raise ValueError(f"{path} can't be read: {error}") from error
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{path} can't be read: it is no metadata of a checkpoint")

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel.hf_folder import TensorInfo
+from parallel.hf_folder import TensorInfo, shown
 from parallel.hf_tensors import Head, Rule, Run, row_runs, tensor_rules
 from parallel.qwen import QwenShape, padded_vocab_size, read_shape
 from parallel.stored_pieces import StoredPieces
@@ -25,6 +25,10 @@ FUSED_INTO_LINEAR = {
     "decoder.layers.pre_mlp_layernorm.weight": "decoder.layers.mlp.linear_fc1.layer_norm_weight",
 }
 """Parameters of the torch spec that are stored by the name of Transformer Engine's."""
+
+
+OTHER_KEYS = ("optimizer.", "chained_", "rng_state", "rerun_state")
+"""How keys begin that are no weights: optimizers and random states, ours and megatron-core's."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,12 @@ class StoredWeights:
         scalar = "output_layer.weight" in self._pieces.keys and self._pieces.size("output_layer.weight")[0] == 1
         self.head: Head = "scalar" if scalar else "lm"
         self._owners = {name: item for item in stored_tensors(self.shape, self.head) for name in item.rule.tensors}
-        for stored in {item.key: item for item in self._owners.values()}.values():
+        parameters = {item.key: item for item in self._owners.values()}
+        for stored in parameters.values():
             self._check(stored)
+        unknown = sorted(key for key in self._pieces.keys - set(parameters) if not key.startswith(OTHER_KEYS))
+        if unknown:
+            raise ValueError(f"{str(folder)!r} holds tensors that its config.json has no place for: {shown(unknown)}")
 
     @property
     def names(self) -> list[str]:
@@ -124,7 +132,10 @@ class StoredWeights:
         """Check that a parameter is there, whole."""
         size, expected = list(self._pieces.size(stored.key)), list(stored.size)
         if stored.rule.padded:  # by how many rows depends on the layout that wrote it
-            del size[0], expected[0]
+            least = next(iter(stored.rule.tensors.values()))[0]
+            if size and size[0] < least:
+                raise ValueError(f"tensor {stored.key} has {size[0]} rows; expected vocab_size {least} and more")
+            del size[:1], expected[0]
         if size != expected:
             found = list(self._pieces.size(stored.key))
             raise ValueError(f"tensor {stored.key} has shape {found}; expected {list(stored.size)}")

@@ -32,10 +32,13 @@ def write_checkpoint(
         source: the opened weights of `source_folder`, checked against `shape`.
 
     Raises:
-        ValueError: the tensors of one parameter differ in dtype.
+        ValueError: the tensors of one parameter, in all layers, differ in dtype.
         OSError: there is no room.
     """
-    pieces = [piece for stored in stored_tensors(shape, head) for piece in _pieces(stored, source, progress)]
+    parameters = stored_tensors(shape, head)
+    for key in {stored.key for stored in parameters}:  # all layers of one lie in one tensor
+        source.dtype_of(name for stored in parameters if stored.key == key for name in stored.rule.tensors)
+    pieces = [piece for stored in parameters for piece in _pieces(stored, source, progress)]
     with appears_whole(target) as folder:
         write_pieces(folder, pieces, num_threads=NUM_THREADS)
         (folder / HF_PART).mkdir()

@@ -15,6 +15,7 @@ FLUSH_SECONDS = 0.1
 def appears_whole(target: Path) -> Iterator[Path]:
     """Give a hidden folder beside `target` to write into, which takes its name when all is written and on the disk. A
     process that is killed leaves only the hidden one, which the next attempt removes."""
+    target = target.resolve()  # a link to an empty or a missing folder: that folder appears
     partial = partial_of(target)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

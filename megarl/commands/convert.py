@@ -37,11 +37,14 @@ def parse_size(text: str) -> int:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="megarl convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="megarl convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    _add_to_megatron(commands.add_parser("to-megatron", help="Hugging Face folder -> checkpoint"))
-    _add_to_hf(commands.add_parser("to-hf", help="checkpoint -> Hugging Face folder"))
+    _add_to_megatron(commands.add_parser("to-megatron", allow_abbrev=False, help="Hugging Face folder -> checkpoint"))
+    _add_to_hf(commands.add_parser("to-hf", allow_abbrev=False, help="checkpoint -> Hugging Face folder"))
     verify = commands.add_parser("verify", help="are two models equal, bit for bit? Status 1 if not")
     for name in ("left", "right"):
         verify.add_argument(name, type=Path, help="a Hugging Face folder or a checkpoint")

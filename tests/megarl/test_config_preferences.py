@@ -119,5 +119,5 @@ def test_examples_end_with_status_2_and_the_reason(small_run, tmp_path, capsys, 
 
 def test_plain_values_are_json(small_run, tmp_path):
     plain = json.loads(json.dumps(to_plain(dpo_config(small_run, tmp_path))))
-    assert list(plain) == ["run", "data", "layout", "optimizer", "dpo"]
+    assert list(plain) == ["run", "data", "layout", "optimizer", "dpo", "checkpoints"]
     assert plain["dpo"]["reference_cache"] == str(tmp_path / "cache")

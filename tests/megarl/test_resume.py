@@ -160,7 +160,7 @@ def test_responses_of_other_settings_are_left_aside(small_run, tmp_path, workers
 def test_a_run_that_fails_says_why_and_goes_on_from_its_last_checkpoint(small_run, tmp_path, workers):
     config = make_config(small_run, tmp_path / "run", "GRPO, DP2", save_every=1)
     with pytest.raises(ZeroDivisionError):
-        workers.run(train_until, 2, config, Position(2, 1))
+        workers.run(train_until, 1, config, Position(2, 1))
     status = json.loads((config.run.output / "status.json").read_text())
     assert (status["state"], status["reason"], status["step"]) == ("failed", "ZeroDivisionError: the end", 2)
     workers.run(train, 2, resumed(config))
