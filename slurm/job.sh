@@ -33,8 +33,8 @@ if [ -n "${CONTAINER:-}" ]; then : "${PYTHON:=python}"; else : "${PYTHON:=$PWD/.
 : "${HEALTH:=[ \"\$(nvidia-smi --list-gpus | wc -l)\" -ge \"\$RANKS_PER_NODE\" ]}"
 : "${HEALTH_SECONDS:=120}"
 
-# A run without a heartbeat for so long hangs. The first limit covers imports, loading of the model and what comes before
-# the first beat; the other must be longer than the longest rollout, optimizer step, evaluation and export.
+# A run without a heartbeat for so long hangs. The first limit covers imports, loading of the model and all else before
+# the first beat; the other must be longer than anything between two beats, such as an optimizer step.
 : "${FIRST_HANG_SECONDS:=3600}"
 : "${HANG_SECONDS:=3600}"
 # Between two looks at the run, and for ranks to write their stacks before they are killed.
@@ -111,7 +111,7 @@ read_allocation() {
 check_settings() {
   local name
   for name in TP PP NODES RANKS_PER_NODE; do
-    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || refuse "$name is '${!name}', allowed: integers from 1 (--ntasks-per-node, --nodes)"
+    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || refuse "$name is '${!name}', allowed: integers from 1"
   done
   for name in MAX_RESTARTS MAX_FRUITLESS HANG_SECONDS FIRST_HANG_SECONDS HEALTH_SECONDS DUMP_SECONDS; do
     [[ ${!name} =~ ^[0-9]+$ ]] || refuse "$name is '${!name}', allowed: integers from 0"
@@ -130,7 +130,8 @@ check_settings() {
     online | offline | disabled) ;;
     *) refuse "WANDB is '$WANDB', allowed: online, offline, disabled" ;;
   esac
-  [ -z "$CONTAINER" ] || [ "$LAUNCHER" != mpirun ] || refuse "LAUNCHER is mpirun, allowed with CONTAINER: srun, torchrun"
+  [ -z "$CONTAINER" ] || [ "$LAUNCHER" != mpirun ] ||
+    refuse "LAUNCHER is mpirun, allowed with CONTAINER: srun, torchrun"
 }
 
 # Folder of logs, environment of the ranks, flags of every srun.
@@ -160,7 +161,8 @@ prepare_attempt() {
 check_nodes() {
   local node
   timeout --kill-after=10 $((HEALTH_SECONDS + 30)) \
-    srun "${ON_NODES[@]}" --ntasks="$NODES" --ntasks-per-node=1 --kill-on-bad-exit=0 --output="$RANK_LOGS/health/%N.log" \
+    srun "${ON_NODES[@]}" --ntasks="$NODES" --ntasks-per-node=1 --kill-on-bad-exit=0 \
+    --output="$RANK_LOGS/health/%N.log" \
     timeout "$HEALTH_SECONDS" bash -c "($HEALTH) && touch \"\$RANK_LOGS/health/\$SLURMD_NODENAME.good\"" || true
   for node in "${HOSTS[@]}"; do
     [ -e "$RANK_LOGS/health/$node.good" ] || BAD_NODES+=${BAD_NODES:+,}$node
@@ -185,6 +187,7 @@ launch() {
     torchrun)
       # Static ranks of nodes: with a rendezvous rank 0 might be on another node than the address that is announced.
       # Its one task per node has the processors of all its ranks.
+      # shellcheck disable=SC2016 # the nodes' shells expand it
       SRUN_CPUS_PER_TASK=$((SRUN_CPUS_PER_TASK * RANKS_PER_NODE)) \
         srun "${ON_NODES[@]}" "${IN_CONTAINER[@]}" --ntasks="$NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
         bash -c 'PET_NODE_RANK=$SLURM_PROCID exec "$@"' torchrun "$PYTHON" -m torch.distributed.run \
@@ -225,12 +228,13 @@ watch() {
 # Stacks of all ranks by USR2 (megarl's handler, to the run's logs) and ABRT (Python's own, to this attempt's: also of a
 # rank that hangs before megarl is imported); then kill.
 end_ranks() {
-  local step
+  local steps step
   signal_ranks USR2
   sleep "$DUMP_SECONDS"
   signal_ranks ABRT
   sleep 1
-  for step in $(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -vE '\.(batch|extern|interactive)$'); do
+  steps=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -vE '\.(batch|extern|interactive)$' || true)
+  for step in $steps; do
     scancel --signal=KILL "$step" || true
   done
   kill -TERM "$LAUNCHED" 2>/dev/null || true
@@ -238,7 +242,8 @@ end_ranks() {
   kill -KILL "$LAUNCHED" 2>/dev/null || true
 }
 
-# By process id, on each node: signals of scancel reach rank.sh, torchrun or mpirun's helpers only, where Slurm uses cgroups.
+# By process id, on each node: where Slurm uses cgroups, scancel's signals reach only what srun has started, and that is
+# rank.sh, torchrun or a helper of mpirun.
 signal_ranks() {
   # shellcheck disable=SC2016 # the nodes' shells expand it
   timeout --kill-after=10 60 srun "${ON_NODES[@]}" --overlap --ntasks="$NODES" --ntasks-per-node=1 --cpus-per-task=1 \
@@ -252,7 +257,9 @@ status_of_attempt() {
   grep -q "^ *\"job\": \"$SLURM_JOB_ID\"" "$file" 2>/dev/null && grep -q "^ *\"restarts\": $TRY,*$" "$file" || return 0
   status_value "$1"
 }
-status_value() { sed -n "s/^ *\"$1\": \"\{0,1\}\(.*[^\",]\)\"\{0,1\},\{0,1\}$/\1/p" "$RUN/status.json" 2>/dev/null || true; }
+status_value() {
+  sed -n "s/^ *\"$1\": \"\{0,1\}\(.*[^\",]\)\"\{0,1\},\{0,1\}$/\1/p" "$RUN/status.json" 2>/dev/null || true
+}
 
 # Decides by what the program says of itself; exit statuses of launchers say too little.
 finish_attempt() {
@@ -311,7 +318,7 @@ again() {
   [ -z "$BAD_NODES" ] || trap '' TERM
   scontrol requeue "$SLURM_JOB_ID" || give_up "can't requeue (is it allowed here?): $*"
   if [ -n "$BAD_NODES" ]; then
-    excluded=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep -oP ' ExcNodeList=\K\S+' | grep -v '^(null)$' || true)
+    excluded=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep -oP ' ExcNodeList=\K[^ (]\S*' || true)
     for number in {1..20}; do
       scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${excluded:+$excluded,}$BAD_NODES" && break
       ((number < 20)) || say "can't exclude $BAD_NODES"

@@ -1,5 +1,5 @@
-# Sourced by the scripts when SMOKE=1: the same script on CPU processes, with a tiny model and few steps; whatever is set
-# in the environment wins.
+# Sourced by the scripts when SMOKE=1: they run on CPU processes, with a tiny model and few steps. Whatever is set in the
+# environment wins.
 : "${RUN:=runs/smoke_${SLURM_JOB_NAME:-preview}}"
 : "${SMOKE_FILES:=runs/smoke}" # model and data, made once
 : "${NODES:=$((${SLURM_NNODES:-2} < 2 ? SLURM_NNODES : 2))}" "${RANKS_PER_NODE:=2}"
