@@ -32,9 +32,11 @@ class RolloutFiles:
 
     Args:
         identity: of the settings (`RunKeeper.identity`): what was generated under others is left aside.
+        keep_last: number of the newest checkpoints.
     """
 
-    def __init__(self, output: Path, mesh: Mesh, identity: str):
+    def __init__(self, output: Path, mesh: Mesh, identity: str, keep_last: int):
+        self.keep_last = keep_last
         self.folder = output / ROLLOUTS
         self.checkpoints = CheckpointFolder(output / CHECKPOINTS)
         self.mesh = mesh
@@ -57,11 +59,11 @@ class RolloutFiles:
         return found
 
     def remove_old(self) -> None:
-        """Remove what lies before the oldest checkpoint: nothing will go on from there."""
+        """Remove what lies before the oldest of the newest checkpoints, from which a run would go on."""
         if self.mesh.rank != 0:
             return
         names = self.checkpoints.names()
-        match = STEP.match(names[0]) if names else None
+        match = STEP.match(names[-self.keep_last :][0]) if names else None
         oldest = int(match[1]) if match else 0
         for path in self.folder.glob("step_*.pt"):
             match = STEP.match(path.name)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -18,6 +19,7 @@ from megarl.data.prompts import read_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.recipes import Recipe
 from megarl.rewards.scoring import load_reward
+from megarl.run_list import process_of
 from megarl.tracking import WandbMode, check_wandb
 from parallel.checkpoint_folder import CHECKPOINTS, CheckpointFolder, CheckpointSettings
 from parallel.hf_checks import check_hf, has_scalar_head
@@ -27,6 +29,7 @@ from parallel.optimizer import OptimizerSettings
 from parallel.options import option
 from parallel.qwen import QwenShape, read_shape
 from parallel.reshard import check_inference_layout
+from parallel.stored_weights import HF_PART
 from rollout.memory import least_cache_tokens
 
 
@@ -83,13 +86,42 @@ class RunSettings:
     def _check_output(self) -> None:
         if not self.resume and any((self.output / name).exists() for name in ("hf", "metrics.jsonl", CHECKPOINTS)):
             raise ValueError(f"output: {str(self.output)!r} already holds a run, allowed: another folder, or resume")
-        folder = CheckpointFolder(self.output / CHECKPOINTS)
-        newest = folder.info(folder.names()[-1]).get("step", 0) if self.resume and folder.names() else 0
-        if self.num_steps < newest:
+        folder = self.output / CHECKPOINTS
+        if folder.is_symlink() and not folder.exists():
+            raise ValueError(f"output: {str(folder)!r} is a link that leads nowhere, allowed: a folder")
+        process = process_of(self.output)
+        if process not in (None, os.getpid()):
             raise ValueError(
-                f"num_steps: got {self.num_steps}, allowed for a run that is at step {newest}: from there on"
+                f"output: a run is going on in {str(self.output)!r} (process {process}), allowed: another folder"
             )
         check_folder("output", self.output)
+
+
+def check_checkpoint(run: RunSettings, kind: str, models: Sequence[str], shape: QwenShape) -> None:
+    """Check the checkpoint that a run would go on from, by what it says of itself.
+
+    Args:
+        kind: of the run; another kind's checkpoint has another state.
+        models: names of those that are trained.
+
+    Raises:
+        ValueError: it is of another kind of run or another model, or further than this run is to go.
+    """
+    folder = CheckpointFolder(run.output / CHECKPOINTS)
+    newest = folder.names()[-1:] if run.resume else []
+    for name in newest:
+        info = folder.info(name)
+        found = info.get("kind"), sorted(info.get("optimizer_steps") or {})
+        if found != (kind, sorted(models)):
+            stated = f"{found[0]} run of {', '.join(found[1])}"
+            raise ValueError(f"output: holds the checkpoints of a {stated}, allowed: those of a {kind} run of {models}")
+        if isinstance(info.get("step"), int) and run.num_steps < info["step"]:
+            step = info["step"]
+            raise ValueError(f"num_steps: got {run.num_steps}, allowed for a run that is at step {step}: from there on")
+        if read_shape(folder.path(name) / "policy" / HF_PART) != shape:
+            raise ValueError(
+                f"model: {str(run.model)!r} is of another shape than the run's checkpoint, allowed: the same"
+            )
 
 
 @dataclass(frozen=True)
@@ -226,6 +258,7 @@ class PolicyConfig:
     recipe: Recipe
     critic: CriticSettings = CriticSettings()
     checkpoints: CheckpointSettings = CheckpointSettings()
+    kind: ClassVar[str] = "policy"
 
     def check(self, world_size: int) -> QwenShape:
         """Check all values before anything is built; returns the model's shape.
@@ -243,6 +276,8 @@ class PolicyConfig:
         self._check_cache()
         self.critic.check()
         self.checkpoints.check()
+        models = ["policy"] + ["critic"] * (self.recipe.value_loss is not None)
+        check_checkpoint(self.run, self.kind, models, shape)
         for name, folder in (("critic_model", self.critic.critic_model), ("reward_model", self.rollout.reward_model)):
             if folder is not None:
                 _check_same_tokens(name, folder, shape, self.layout, world_size)
@@ -291,6 +326,7 @@ class SFTConfig:
     layout: Layout
     optimizer: OptimizerSettings
     checkpoints: CheckpointSettings = CheckpointSettings()
+    kind: ClassVar[str] = "sft"
 
     def check(self, world_size: int) -> QwenShape:
         """As `PolicyConfig.check`."""
@@ -298,6 +334,7 @@ class SFTConfig:
         self.layout.check(shape, world_size)
         self.data.check()
         self.checkpoints.check()
+        check_checkpoint(self.run, self.kind, ["policy"], shape)
         check_vocabulary(self.run.model, shape)
         return shape
 

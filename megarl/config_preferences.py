@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from megarl.config import RunSettings, check_folder, check_vocabulary, share_prompts_option
+from megarl.config import RunSettings, check_checkpoint, check_folder, check_vocabulary, share_prompts_option
 from megarl.data.preferences import TRUNCATIONS, Truncation, read_preference_rows
 from megarl.losses import PreferenceLoss
 from parallel.checkpoint_folder import CheckpointSettings
@@ -101,6 +101,7 @@ class RewardModelConfig:
     layout: Layout
     optimizer: OptimizerSettings
     checkpoints: CheckpointSettings = CheckpointSettings()
+    kind: ClassVar[str] = "reward model"
 
     def check(self, world_size: int) -> QwenShape:
         """Check all values before anything is built; returns the model's shape.
@@ -123,6 +124,7 @@ class DPOConfig:
     optimizer: OptimizerSettings
     dpo: DPOSettings
     checkpoints: CheckpointSettings = CheckpointSettings()
+    kind: ClassVar[str] = "dpo"
 
     def check(self, world_size: int) -> QwenShape:
         """As `RewardModelConfig.check`."""
@@ -138,5 +140,6 @@ PreferenceConfig = DPOConfig | RewardModelConfig
 def _check_common(config: PreferenceConfig, shape: QwenShape, world_size: int) -> None:
     config.layout.check(shape, world_size)
     config.checkpoints.check()
+    check_checkpoint(config.run, config.kind, ["policy"], shape)
     config.data.check(shape, config.run.max_tokens_per_pack)
     check_vocabulary(config.run.model, shape)

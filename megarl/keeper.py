@@ -29,6 +29,7 @@ from parallel.weights import export_hf
 logger = logging.getLogger(__name__)
 
 STOP = "stop"
+METRICS = "metrics.jsonl"
 LAST_WRITE_SECONDS = 10.0
 """What a failing run gives to a checkpoint that is being written."""
 FREE_TO_CHANGE = {
@@ -81,6 +82,7 @@ class RunKeeper:
         self.mesh = mesh
         self.plain = plain
         self.name = name
+        self.kind = config.kind
         self.checkpoints = Checkpoints(self.run.output / CHECKPOINTS, mesh, models, self.settings)
         self.loaded: Loaded | None = None
         self._saved: Position | None = None
@@ -92,6 +94,9 @@ class RunKeeper:
             stack.push(self._close_checkpoints)
             self.loaded = self.checkpoints.load_latest() if run.resume else None
             step = self.loaded.info["step"] if self.loaded else 0
+            metrics = run.output / METRICS
+            if run.resume and self.loaded is None and metrics.is_file() and rank == 0:
+                metrics.replace(metrics.with_name("metrics.before_restart.jsonl"))
             self.progress = stack.enter_context(
                 Progress(self.name, run.num_steps, rank=rank, first_step=step, interval_seconds=run.progress_seconds)
             )
@@ -123,6 +128,12 @@ class RunKeeper:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.checkpoints.close(None if error is None else LAST_WRITE_SECONDS)
+
+    def accept_config(self) -> None:
+        """Write the config to the run folder, once it is known to go with what was loaded."""
+        if self.mesh.rank == 0:
+            text = json.dumps(self.plain, indent=2)
+            (self.run.output / "config.json").write_text(text + "\n", encoding="utf-8")
 
     @property
     def identity(self) -> str:
@@ -175,6 +186,7 @@ class RunKeeper:
             "step": position.step,
             "updates": position.updates,
             "metrics": {name: value for name, value in metrics.items() if isinstance(value, int | float)},
+            "kind": self.kind,
             "layout": self.plain["layout"],
             "world_size": self.mesh.world_size,
         }
@@ -189,6 +201,7 @@ class RunKeeper:
             ValueError: the rows are others than the checkpoint's.
         """
         if self.loaded is None:
+            self.accept_config()
             return fresh
         state = from_plain(self.loaded.state)
         if state.fingerprint != fresh.fingerprint:
@@ -198,6 +211,7 @@ class RunKeeper:
             )
         state.num_skipped = 0
         assert isinstance(state, RowState)
+        self.accept_config()
         return state
 
     def after_row_step(self, state: RowState, metrics: Mapping[str, float]) -> None:

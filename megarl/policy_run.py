@@ -36,9 +36,11 @@ def train_policy(config: PolicyConfig, shape: QwenShape, world: World) -> dict[s
     if trainer.critic is not None:
         models["critic"] = Saved(trainer.critic, config.critic.critic_model or run.model)
     with RunKeeper(config, mesh, plain, config.recipe.name, models) as keeper:
-        rollouts = RolloutFiles(run.output, mesh, keeper.identity) if config.checkpoints.save_rollouts else None
+        saving = config.checkpoints
+        rollouts = RolloutFiles(run.output, mesh, keeper.identity, saving.keep_last) if saving.save_rollouts else None
         if keeper.loaded:
             trainer.restore(from_plain(keeper.loaded.state))
+        keeper.accept_config()
         try:
             _train(trainer, keeper, rollouts)
         except RunStopped as stopped:

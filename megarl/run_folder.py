@@ -33,11 +33,14 @@ class RunConfig(Protocol):
     @property
     def checkpoints(self) -> CheckpointSettings: ...
 
+    @property
+    def kind(self) -> str: ...
+
     def check(self, world_size: int) -> QwenShape: ...
 
 
 def begin_run(config: RunConfig, world: World) -> tuple[Mesh, dict[str, Any]]:
-    """Start logging, build the mesh and write the config, whole, to log and run folder.
+    """Start logging, build the mesh and write the config, whole, to the log (`RunKeeper` writes it to the run folder).
 
     Returns: the mesh, and the config as plain JSON values.
     """
@@ -45,10 +48,7 @@ def begin_run(config: RunConfig, world: World) -> tuple[Mesh, dict[str, Any]]:
     log_to(run.output, world.rank)
     mesh = build_mesh(config.layout, world, run.timeout_seconds)
     plain = to_plain(config)
-    text = json.dumps(plain, indent=2)
-    logger.info("config: %s", text)
-    if mesh.rank == 0:
-        (run.output / "config.json").write_text(text + "\n", encoding="utf-8")
+    logger.info("config: %s", json.dumps(plain, indent=2))
     return mesh, plain
 
 

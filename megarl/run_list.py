@@ -105,13 +105,22 @@ def read_run(folder: Path, stale_seconds: float, now: float | None = None) -> Ru
 def _look_for_life(run: Run, status: Mapping[str, Any], ages: Mapping[str, float | None], stale_seconds: float) -> None:
     """Turn "running" into "lost" for a run whose process is gone or silent."""
     beat = ages[HEARTBEAT] if ages[HEARTBEAT] is not None else ages[STATUS]
-    if status.get("host") == socket.gethostname() and not _lives(status.get("pid"), status.get("started")):
+    if status.get("host") == socket.gethostname() and not lives(status.get("pid"), status.get("started")):
         run.state, run.reason = "lost", "its process is gone"
     elif beat is not None and beat > stale_seconds:
         run.state, run.reason = "lost", "no sign of life"
 
 
-def _lives(pid: Any, started: Any) -> bool:
+def process_of(folder: Path) -> int | None:
+    """Return the process on this machine that a run is going on in; None if there is none, as far as can be told."""
+    run = Run(folder)
+    status = _read(run, STATUS)
+    pid = _integer(status.get("pid"))
+    here = status.get("state") == "running" and status.get("host") == socket.gethostname()
+    return pid if here and lives(pid, status.get("started")) else None
+
+
+def lives(pid: Any, started: Any) -> bool:
     """Whether this machine has the process that began a run then; another may have its number meanwhile."""
     if type(pid) is not int or not 0 < pid < 2**31:
         return False

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from parallel.checkpoint_folder import INFO, STATE, SUMS, CheckpointFolder, CheckpointSettings, checksum
+from parallel.checkpoint_folder import INFO, STATE, SUMS, CheckpointFolder, CheckpointSettings, checksum, files_of
 from parallel.hf_folder import copy_companions
 from parallel.mesh import Mesh
 from parallel.optimizer import Trainable
@@ -129,7 +129,10 @@ class Checkpoints:
             problem = next((one for one in everywhere(self.mesh, found) if one is not None), None)
             if problem is None:
                 return self._load(name)
-            self._warn("checkpoint %s is ignored: %s", name, problem)
+            if self.mesh.rank == 0:
+                aside = self.folder.set_aside(name)
+                logger.warning("checkpoint %s is ignored, and now called %s: %s", name, aside.name, problem)
+            everywhere(self.mesh, None)  # renamed before anyone goes on
         return None
 
     def _load(self, name: str) -> Loaded:
@@ -240,8 +243,7 @@ class _Write:
             finish_checkpoint(partial / model)
         (partial / STATE).write_bytes(self.state)
         (partial / INFO).write_text(json.dumps(self.info, indent=2) + "\n", encoding="utf-8")
-        files = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
-        lines = [f"{known.get(file) or checksum(partial / file)}  {file}\n" for file in files]
+        lines = [f"{known.get(file) or checksum(partial / file)}  {file}\n" for file in sorted(files_of(partial))]
         (partial / SUMS).write_text("".join(lines), encoding="utf-8")
 
     def _publish(self) -> None:

@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from parallel.whole_folder import flush
 CHECKPOINTS = "checkpoints"
 """Name of the folder of a run's checkpoints."""
 LATEST = "latest"
+NAME = re.compile(r"step_\d{6,}(_update_\d{3,})?")
+"""Of a checkpoint."""
 STATE = "state.pt"
 INFO = "info.json"
 SUMS = "SHA256SUMS"
@@ -69,9 +72,10 @@ class CheckpointFolder:
         return self.root / name
 
     def names(self) -> list[str]:
-        """Return the checkpoints that were written to their end, oldest first."""
-        found = [path.parent.name for path in self.root.glob(f"*/{SUMS}")]
-        return sorted(name for name in found if not name.startswith("."))
+        """Return the checkpoints that were written to their end, oldest first. Folders of other names, and links, are
+        left alone."""
+        found = [path.parent for path in self.root.glob(f"*/{SUMS}")]
+        return sorted(path.name for path in found if NAME.fullmatch(path.name) and not path.is_symlink())
 
     def unfinished(self) -> list[str]:
         """Return the names of folders that a process has left half-written."""
@@ -93,14 +97,26 @@ class CheckpointFolder:
         """
         folder = self.path(name)
         try:
-            lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
-            for line in lines[part::parts]:
-                expected, _, file = line.partition("  ")
-                if checksum(folder / file) != expected:
+            lines = (line.partition("  ") for line in (folder / SUMS).read_text(encoding="utf-8").splitlines())
+            expected = {file: digits for digits, _, file in lines}
+            different = sorted(set(expected) ^ (files_of(folder) - {SUMS}))
+            if different:
+                return f"{folder / different[0]} is missing, or not in {SUMS}"
+            for file in sorted(expected)[part::parts]:
+                if checksum(folder / file) != expected[file]:
                     return f"{folder / file} is not as it was written"
         except (OSError, ValueError) as error:
             return f"{folder}: {error}"
+        if not isinstance(self.info(name).get("optimizer_steps"), dict):
+            return f"{folder / INFO} doesn't say how many optimizer steps were taken"
         return None
+
+    def set_aside(self, name: str) -> Path:
+        """Rename a checkpoint that is not right, so that it counts as none; returns where it is."""
+        aside = self.root / f"{name}.damaged"
+        shutil.rmtree(aside, ignore_errors=True)
+        self.path(name).rename(aside)
+        return aside
 
     def move_latest(self, name: str) -> None:
         """Let `latest` name a checkpoint; a reader sees the old name or the new one."""
@@ -113,7 +129,10 @@ class CheckpointFolder:
     def retain(self, settings: CheckpointSettings) -> list[str]:
         """Remove all checkpoints but those to keep (`kept`) and what was left half-written; returns the removed."""
         names = self.names()
-        metrics = {name: self.info(name).get("metrics", {}).get(settings.best_metric) for name in names}
+        found = {name: self.info(name).get("metrics") for name in names}
+        metrics = {
+            name: one.get(settings.best_metric) if isinstance(one, dict) else None for name, one in found.items()
+        }
         keep = kept(names, metrics, settings)
         removed = [name for name in names if name not in keep]
         for name in removed:
@@ -149,6 +168,11 @@ def kept(names: Sequence[str], metrics: Mapping[str, Any], settings: CheckpointS
     sign = 1 if settings.best_is == "highest" else -1
     best = sorted(numbers, key=lambda name: (sign * metrics[name], names.index(name)), reverse=True)
     return {*names[-settings.keep_last :], *best[: settings.keep_best]}
+
+
+def files_of(folder: Path) -> set[str]:
+    """Return the files below a folder, as its checksums name them."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
 def checksum(path: Path) -> str:

@@ -113,7 +113,7 @@ check_settings() {
   for name in TP PP NODES RANKS_PER_NODE; do
     [[ ${!name} =~ ^[1-9][0-9]*$ ]] || refuse "$name is '${!name}', allowed: integers from 1"
   done
-  for name in MAX_RESTARTS MAX_FRUITLESS HANG_SECONDS FIRST_HANG_SECONDS HEALTH_SECONDS DUMP_SECONDS; do
+  for name in MAX_RESTARTS MAX_FRUITLESS HANG_SECONDS FIRST_HANG_SECONDS HEALTH_SECONDS DUMP_SECONDS POLL_SECONDS; do
     [[ ${!name} =~ ^[0-9]+$ ]] || refuse "$name is '${!name}', allowed: integers from 0"
   done
   WORLD=$((NODES * RANKS_PER_NODE))

@@ -1,6 +1,7 @@
 """Runs that are stopped anywhere and go on are the unbroken run, to the last bit."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -8,6 +9,7 @@ from unittest.mock import patch
 import pytest
 from safetensors.torch import load_file
 
+from examples.make_tiny_qwen import main as make_tiny_qwen
 from megarl.config import CriticSettings, DemonstrationSettings, PolicyConfig, SFTConfig
 from megarl.keeper import Position, RunKeeper
 from megarl.policy_run import train_policy
@@ -190,6 +192,46 @@ def test_fewer_steps_than_are_done_are_refused(small_run, tmp_path, workers):
     shorter = replace(config, run=replace(config.run, num_steps=2, resume=True))
     with pytest.raises(ValueError, match="num_steps: got 2, allowed for a run that is at step 3: from there on"):
         shorter.check(1)
+
+
+def test_another_kind_of_run_and_another_model_are_refused_before_anything_starts(small_run, tmp_path, workers):
+    config = make_config(small_run, tmp_path / "run", "GRPO, DP2", save_every=1)
+    workers.run(train, 1, config, Position(1))
+    before = (config.run.output / "config.json").read_bytes()
+    with pytest.raises(ValueError, match="output: holds the checkpoints of a policy run of policy, allowed: those of"):
+        resumed(replace(config, recipe=PPO)).check(1)
+    rows = sft_config(small_run, tmp_path, "run", 10, 15)
+    with pytest.raises(ValueError, match="allowed: those of a sft run of"):
+        replace(rows, run=replace(rows.run, resume=True)).check(1)
+    make_tiny_qwen(["--out", str(tmp_path / "other"), "--num-layers", "2"])
+    with pytest.raises(ValueError, match=r"model: .* is of another shape than the run's checkpoint"):
+        replace(config, run=replace(config.run, resume=True, model=tmp_path / "other")).check(1)
+    assert (config.run.output / "config.json").read_bytes() == before
+
+
+def test_a_run_that_is_going_on_is_left_alone(small_run, tmp_path, workers):
+    config = make_config(small_run, tmp_path / "run", "GRPO, DP2", save_every=1)
+    workers.run(train, 1, config, Position(1))
+    path = config.run.output / "status.json"
+    status = json.loads(path.read_text()) | {"state": "running", "pid": os.getppid()}
+    path.write_text(json.dumps(status | {"started": "2100-01-01T00:00:00+00:00"}))
+    with pytest.raises(ValueError, match=r"output: a run is going on in .* \(process \d+\), allowed: another folder"):
+        resumed(config).check(1)
+
+
+def test_damaged_checkpoints_are_set_aside_and_cost_no_good_one(small_run, tmp_path, workers):
+    config = make_config(small_run, tmp_path / "run", "GRPO, DP2", save_every=1, keep_last=3)
+    workers.run(train, 1, config)
+    folder = CheckpointFolder(config.run.output / "checkpoints")
+    assert folder.names() == ["step_000002", "step_000003", "step_000004"]
+    for name in folder.names()[1:]:
+        with (folder.path(name) / "state.pt").open("ab") as file:
+            file.write(b"x")
+    workers.run(train, 1, resumed(config))
+    assert folder.names() == ["step_000002", "step_000003", "step_000004"]
+    assert (folder.root / "latest").read_text() == "step_000004\n"
+    aside = sorted(path.name for path in folder.root.glob("*.damaged"))
+    assert aside == ["step_000003.damaged", "step_000004.damaged"]
 
 
 def test_a_finished_run_can_be_prolonged(small_run, tmp_path, workers):

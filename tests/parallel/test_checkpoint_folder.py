@@ -1,6 +1,8 @@
 """Which checkpoints are whole, which are kept, and what a full disk says; all in one process."""
 
 import errno
+import json
+import os
 import re
 import shutil
 
@@ -69,7 +71,8 @@ def make(folder: CheckpointFolder, name: str, score: float | None = None) -> Non
     path = folder.path(name)
     (path / "policy").mkdir(parents=True)
     (path / "policy" / "weights").write_bytes(name.encode())
-    (path / "info.json").write_text('{"metrics": {}}' if score is None else f'{{"metrics": {{"score": {score}}}}}')
+    metrics = {} if score is None else {"score": score}
+    (path / "info.json").write_text(json.dumps({"step": 1, "optimizer_steps": {}, "metrics": metrics}))
     files = ["info.json", "policy/weights"]
     (path / "SHA256SUMS").write_text("".join(f"{checksum(path / file)}  {file}\n" for file in files))
 
@@ -95,7 +98,7 @@ def test_a_half_written_folder_is_no_checkpoint(tmp_path):
     assert CheckpointFolder(tmp_path / "nothing").names() == []
 
 
-@pytest.mark.parametrize("damage", ["a bit flipped", "cut short", "missing", "no checksums"])
+@pytest.mark.parametrize("damage", ["a bit flipped", "cut short", "missing", "no checksums", "none listed", "a pipe"])
 def test_damage_is_noticed_and_named(tmp_path, damage):
     folder = CheckpointFolder(tmp_path)
     make(folder, NAMES[0])
@@ -107,11 +110,16 @@ def test_damage_is_noticed_and_named(tmp_path, damage):
         weights.write_bytes(weights.read_bytes()[:-1])
     elif damage == "missing":
         weights.unlink()
+    elif damage == "a pipe":
+        weights.unlink()
+        os.mkfifo(weights)
     else:
         (folder.path(NAMES[0]) / "SHA256SUMS").unlink()
+        if damage == "none listed":
+            (folder.path(NAMES[0]) / "SHA256SUMS").touch()
     problem = folder.problem(NAMES[0])
     assert problem is not None
-    assert ("SHA256SUMS" if damage == "no checksums" else "policy/weights") in problem
+    assert ("SHA256SUMS" if damage in ("no checksums", "none listed") else "policy/weights") in problem
 
 
 def test_ranks_share_the_checking_and_one_of_them_notices(tmp_path):
@@ -136,3 +144,26 @@ def test_a_file_that_is_replaced_is_old_or_new_but_never_half(tmp_path):
     write_whole(path, b"new and longer")
     assert path.read_bytes() == b"new and longer"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_not_named_as_a_checkpoint_is_neither_loaded_nor_removed(tmp_path):
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    for name in (*NAMES[:2], "my_best", "zzz_backup", "step_000001.old"):
+        make(folder, name)
+    make(CheckpointFolder(tmp_path), "step_000009")
+    folder.path("step_000009").symlink_to(tmp_path / "step_000009")
+    assert folder.names() == NAMES[:2]
+    folder.retain(CheckpointSettings(keep_last=1))
+    left = {path.name for path in folder.root.iterdir()}
+    assert left == {NAMES[1], "my_best", "zzz_backup", "step_000001.old", "step_000009"}
+    assert (tmp_path / "step_000009" / "SHA256SUMS").is_file()
+
+
+def test_a_checkpoint_set_aside_counts_as_none(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    for name in NAMES[:2]:
+        make(folder, name)
+    assert folder.set_aside(NAMES[1]).name == f"{NAMES[1]}.damaged"
+    assert folder.names() == NAMES[:1]
+    folder.retain(CheckpointSettings(keep_last=1))
+    assert folder.names() == NAMES[:1]
