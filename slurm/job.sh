@@ -306,7 +306,9 @@ count_fruitless() {
 }
 
 give_up() {
-  say "failed, not requeued: $*; $(first_failure)"
+  local first
+  first=$(first_failure)
+  say "failed, not requeued: $*${first:+; $first}"
   exit 1
 }
 

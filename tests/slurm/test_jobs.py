@@ -89,11 +89,11 @@ def is_stuck(log: str) -> bool:
 def test_a_bad_node_is_excluded(submit):
     health = '[ "$SLURMD_NODENAME" != n0 ]'
     settings = {"RANKS_PER_NODE": "1", "TP": "1", "NUM_STEPS": "2"}
-    job = submit("dapo_32b.sh", "--nodes=2", "--exclude=n1", HEALTH=health, **settings)
+    job = submit("dapo_32b.sh", "--nodes=2", "--exclude=n15", HEALTH=health, **settings)
     assert job.wait_for_end() == "COMPLETED", job.said
     assert "requeue: bad nodes: n0" in job.said
-    assert job.fields["ExcNodeList"] == "n[0-1]"
-    assert job.fields["NodeList"] == "n[2-3]"
+    assert job.fields["ExcNodeList"] == "n15,n0"  # that of sbatch, then the bad one
+    assert job.fields["NodeList"] == "n[1-2]"
     assert job.rank_logs(0) == {}
     assert sorted(job.rank_logs(1)) == ["rank_0.log", "rank_1.log"]
     assert job.status["state"] == "done"
