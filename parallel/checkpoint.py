@@ -10,11 +10,12 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ from parallel.whole_folder import appears_whole, partial_of
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+NUM_THREADS = min(4, os.cpu_count() or 1)
+"""Each writes a file, of every rank."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,7 @@ class _Write:
             needed = sum(sizes) + len(self.state)
             self._on_first_rank(lambda: self._begin(needed, renaming))
             for model, pieces in self.pieces.items():
-                write_pieces(partial / model, pieces, self.mesh.writer_group)
+                write_pieces(partial / model, pieces, self.mesh.writer_group, NUM_THREADS)
             sums = everywhere(self.mesh, together(self.mesh, lambda: self._sums(partial)))
             self._on_first_rank(lambda: self._finish(partial, sums))
             self._on_first_rank(renaming.close)
@@ -230,7 +233,10 @@ class _Write:
     def _sums(self, partial: Path) -> dict[str, str]:
         """Return the checksums of the files that this rank has written."""
         files = sorted(partial.glob(f"*/__{self.mesh.rank}_*"))
-        return {str(file.relative_to(partial)): checksum(file) for file in files}
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            return {
+                str(file.relative_to(partial)): one for file, one in zip(files, pool.map(checksum, files), strict=True)
+            }
 
     def _finish(self, partial: Path, sums: Sequence[Mapping[str, str]]) -> None:
         """Write what only rank 0 writes."""
