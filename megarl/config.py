@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,10 +17,11 @@ import torch
 from megarl.data.prompts import read_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.recipes import Recipe
+from megarl.resumable import check_checkpoint
 from megarl.rewards.scoring import load_reward
 from megarl.run_list import process_of
 from megarl.tracking import WandbMode, check_wandb
-from parallel.checkpoint_folder import CHECKPOINTS, CheckpointFolder, CheckpointSettings
+from parallel.checkpoint_folder import CHECKPOINTS, CheckpointSettings
 from parallel.hf_checks import check_hf, has_scalar_head
 from parallel.hf_tensors import SCORE, Head
 from parallel.mesh import Layout
@@ -29,7 +29,6 @@ from parallel.optimizer import OptimizerSettings
 from parallel.options import option
 from parallel.qwen import QwenShape, read_shape
 from parallel.reshard import check_inference_layout
-from parallel.stored_weights import HF_PART
 from rollout.memory import least_cache_tokens
 
 
@@ -95,33 +94,6 @@ class RunSettings:
                 f"output: a run is going on in {str(self.output)!r} (process {process}), allowed: another folder"
             )
         check_folder("output", self.output)
-
-
-def check_checkpoint(run: RunSettings, kind: str, models: Sequence[str], shape: QwenShape) -> None:
-    """Check the checkpoint that a run would go on from, by what it says of itself.
-
-    Args:
-        kind: of the run; another kind's checkpoint has another state.
-        models: names of those that are trained.
-
-    Raises:
-        ValueError: it is of another kind of run or another model, or further than this run is to go.
-    """
-    folder = CheckpointFolder(run.output / CHECKPOINTS)
-    newest = folder.names()[-1:] if run.resume else []
-    for name in newest:
-        info = folder.info(name)
-        found = info.get("kind"), sorted(info.get("optimizer_steps") or {})
-        if found != (kind, sorted(models)):
-            stated = f"{found[0]} run of {', '.join(found[1])}"
-            raise ValueError(f"output: holds the checkpoints of a {stated}, allowed: those of a {kind} run of {models}")
-        if isinstance(info.get("step"), int) and run.num_steps < info["step"]:
-            step = info["step"]
-            raise ValueError(f"num_steps: got {run.num_steps}, allowed for a run that is at step {step}: from there on")
-        if read_shape(folder.path(name) / "policy" / HF_PART) != shape:
-            raise ValueError(
-                f"model: {str(run.model)!r} is of another shape than the run's checkpoint, allowed: the same"
-            )
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from megarl.config import RunSettings, check_checkpoint, check_folder, check_vocabulary, share_prompts_option
+from megarl.config import RunSettings, check_folder, check_vocabulary, share_prompts_option
 from megarl.data.preferences import TRUNCATIONS, Truncation, read_preference_rows
 from megarl.losses import PreferenceLoss
+from megarl.resumable import check_checkpoint
 from parallel.checkpoint_folder import CheckpointSettings
 from parallel.mesh import Layout
 from parallel.optimizer import OptimizerSettings
