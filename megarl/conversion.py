@@ -227,7 +227,10 @@ def _check_nothing_is_left_out(source: Source, shape: QwenShape, head: Head) -> 
     known = {name for rule in all_rules(shape, head).values() for name in rule.tensors}
     unknown = {name for name in source.names - known if not name.endswith("rotary_emb.inv_freq")}
     if head == "lm" and shape.tie_word_embeddings and OUTPUT in unknown:
-        pairs = ((source.read(name, (slice(*span),)) for name in (OUTPUT, EMBEDDING)) for span in _rows_of(source))
+        pairs = (
+            (source.read(name, (slice(*span),)) for name in (OUTPUT, EMBEDDING))
+            for span in source.info(EMBEDDING).pieces()
+        )
         if source.info(OUTPUT) == replace(source.info(EMBEDDING), name=OUTPUT) and all(
             torch.equal(one, other) for one, other in pairs
         ):
@@ -237,10 +240,6 @@ def _check_nothing_is_left_out(source: Source, shape: QwenShape, head: Head) -> 
             f"model: its weights hold {len(unknown)} tensors that its config.json has no place for, allowed: none "
             f"({shown(sorted(unknown))})"
         )
-
-
-def _rows_of(source: Source) -> Iterator[tuple[int, int]]:
-    return source.info(EMBEDDING).pieces()
 
 
 def _check_target(target: Path) -> None:

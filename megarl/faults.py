@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from parallel.stored_pieces import WRITE_FAILED
+
 DEVICE_MEMORY = (
     "out of memory on the GPU. Smaller need: a lower max_tokens_per_pack (training); a lower max_cache_tokens or "
     "max_sequences (rollout); more tensor_model_parallel_size or pipeline_model_parallel_size (all)"
@@ -24,8 +26,6 @@ DISK = (
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FULL_TEXTS = ("No space left on device", "Disk quota exceeded")
 """What libraries say that write by themselves (safetensors)."""
-WRITE_TEXTS = ("PytorchStreamWriter failed writing", "inline_container.cc")
-"""What torch.save says, which keeps the reason to itself."""
 HOST_TEXTS = ("DefaultCPUAllocator: not enough memory", "DefaultCPUAllocator: can't allocate memory")
 DEVICE_TEXTS = ("CUDA error: out of memory", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -63,7 +63,7 @@ def _explained(error: Exception) -> Exception | None:
         return OSError(error.errno, f"{DISK}: {text}")
     if any(part in text for part in FULL_TEXTS):
         return OSError(errno.ENOSPC, f"{DISK}: {text}")
-    if isinstance(error, RuntimeError) and any(part in text for part in WRITE_TEXTS):
+    if isinstance(error, RuntimeError) and any(part in text for part in WRITE_FAILED):
         return RuntimeError(f"a file could not be written; most often there is {DISK}: {text}")
     if isinstance(error, RuntimeError) and any(part in text for part in HOST_TEXTS):
         return RuntimeError(f"{HOST_MEMORY}: {text}")

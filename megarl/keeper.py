@@ -16,6 +16,7 @@ from typing import Any
 from megarl.faults import explaining_faults
 from megarl.progress import Progress
 from megarl.run_folder import RunConfig
+from megarl.run_list import METRICS
 from megarl.run_status import RunStatus
 from megarl.saved_state import from_plain, to_plain
 from megarl.state import RowState
@@ -29,7 +30,6 @@ from parallel.weights import export_hf
 logger = logging.getLogger(__name__)
 
 STOP = "stop"
-METRICS = "metrics.jsonl"
 LAST_WRITE_SECONDS = 10.0
 """What a failing run gives to a checkpoint that is being written."""
 FREE_TO_CHANGE = {

@@ -70,8 +70,6 @@ class Checkpoints:
         self.mesh = mesh
         self.models = models
         self.settings = settings
-        self.stall_seconds = 0.0
-        """How long training has waited for checkpoints."""
         self._under_way: Future[None] | None = None
 
     def save(self, name: str, state: Any, info: Mapping[str, Any], at_once: bool = False) -> None:
@@ -86,7 +84,6 @@ class Checkpoints:
         Raises:
             OSError: no room; RuntimeError: another rank failed. Also of the former checkpoint.
         """
-        started = time.perf_counter()
         self.wait()
         in_background = self.settings.save_async and not at_once
         pieces = {name: _pieces(saved.trainable, copy=in_background) for name, saved in self.models.items()}
@@ -99,7 +96,6 @@ class Checkpoints:
             self._under_way = _in_background(write.run)
         else:
             write.run()
-        self.stall_seconds += time.perf_counter() - started
 
     @property
     def idle(self) -> bool:
